@@ -3,14 +3,17 @@
 Exit status: 0; 1 where a run file could not be read, which is named.
 """
 
+import re
 import sys
 from pathlib import Path
 
 from benchmarks import ROOT, command, runs
 from benchmarks.command import shown
 from benchmarks.compare import found_in
+from benchmarks.files.workload import Workload
 from benchmarks.judge import PASS
 from benchmarks.pages import readme, tables
+from benchmarks.runs import Row
 from common.files import write_text
 from common.text import in_markdown
 
@@ -22,18 +25,25 @@ OTHER = ("workload", "variant", "parity", "TFLOP/s", "J a step", "MHz", "capture
 def page_of(found: runs.Found, page: Path) -> str:
     """The text of overview.md."""
     hosts = len({run.host.boot for _, run in found.runs})
+    machines = runs.of_machines(found.rows)
+    names = ["Best rows", *machines, "Step / busy as a ceiling", *(["Left out"] if found.faults else [])]
     parts = [
         "# All runs",
-        f"{len(found.runs)} runs on {runs.counted(hosts, 'host')}, and hosts of [the archive](archive/README.md) where "
-        "eager makes the same kernels, counted as archived. Times are mean steps: of several hosts the median and the "
-        "range. A gain is base ms / ms on one host, with its 95 % interval in those minutes, or the range over hosts. "
-        "*At most* is the base's step / the busy time of the uncaptured step. `control` is the base once more. "
-        "[How it is measured](../docs/method.md). All fields: [overview.csv](overview.csv).",
-        "## The best-measured graph of each model",
-        readme.models(found.rows, page),
+        f"{runs.counted(len(found.runs), 'run')} on {runs.counted(hosts, 'host')}. "
+        "[How they were made](../docs/method.md). All fields: [overview.csv](overview.csv).",
+        "\n".join(f"- [{in_markdown(name)}](#{_anchor(name)})" for name in names),
+        "## Best rows",
+        "The graph of each workload with the most hosts. Times are mean steps. Of several hosts: the median of the "
+        "graph, and the fastest and slowest host of eager and of the gain.",
+        readme.front(found, page),
+        "*Archived* hosts were measured [before blocks](archive/README.md), and have no intervals. Archived hosts and "
+        "earlier files of a step count where eager makes the same kernels.",
+        "In the tables below a gain is base ms / ms: of one host with its 95 % interval in those minutes, of several "
+        "the range. *At most* is the base's step / the busy time of the uncaptured step. `control` is the base "
+        "measured once more. Workloads with the largest gain come first.",
     ]
-    for machine, rows in runs.of_machines(found.rows).items():
-        timed = [row for row in rows if row.status == PASS]
+    for machine, rows in machines.items():
+        timed = _largest_gain_first([row for row in rows if row.status == PASS])
         parts += [f"## {in_markdown(machine)}", tables.rows_as_markdown(timed, page)]
         left = tables.as_list(tables.not_timed(rows))
         parts += ["Without a number:", left] if left else []
@@ -49,12 +59,26 @@ def page_of(found: runs.Found, page: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _anchor(heading: str) -> str:
+    """The name of a heading in links on GitHub."""
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+
+
+def _largest_gain_first(rows: list[Row]) -> list[Row]:
+    """The rows of a workload together, by the largest gain of a graph of it."""
+    gains: dict[Workload, float] = {}
+    for row in rows:
+        own = row.ratio if row.kind == "graph" and row.ratio else 0.0
+        gains[row.workload] = max(own, gains.get(row.workload, 0.0))
+    return sorted(rows, key=lambda row: -gains[row.workload])
+
+
 def wanted(found: runs.Found, root: Path = ROOT) -> dict[Path, str]:
     """Every file that is not what the runs say, with its right text."""
     page, sheet = found.root / "overview.md", found.root / "overview.csv"
     own = {page: page_of(found, page), sheet: tables.as_csv(found.rows)}
     own = {path: text for path, text in own.items() if not path.exists() or path.read_text() != text}
-    return own | readme.changed(found.rows, root)
+    return own | readme.changed(found, root)
 
 
 def work() -> int:

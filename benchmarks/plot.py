@@ -24,7 +24,7 @@ def draw(found: runs.Found, folder: Path) -> tuple[dict[str, str], dict[str, str
     with style.applied():
         for name, make in front.FIGURES.items():
             try:
-                page = make(found.rows)
+                page = make(found)
             except style.NotDrawn as reason:
                 left_out[name] = str(reason)
                 (folder / f"{name}.svg").unlink(missing_ok=True)

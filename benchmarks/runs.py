@@ -7,7 +7,7 @@ the same kernels there.
 import statistics as plain
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from benchmarks.judge import PASS, Judged, Verdict, judged
 from benchmarks.statistics import Ratio
 
 NUMBER_WORDS = {1: "one host", 2: "two hosts"}
+# Ends the label of a user's step that a newer run measured with another file.
+EARLIER = ", earlier file"
 Range = tuple[float, float]
 
 
@@ -232,12 +234,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The runs below a folder. `faults`: a line for each file that cannot be read; such files have no rows."""
+    """The runs below a folder.
+
+    Attributes:
+        faults: a line for each file that cannot be read; such files have no rows.
+        archived: the archive's hosts of each workload, measured before blocks.
+    """
 
     root: Path
     runs: list[tuple[Path, Run]]
     faults: list[str]
     rows: list[Row]
+    archived: dict[Workload, list[ArchivedHost]] = field(default_factory=dict)
 
 
 def read(root: Path) -> Found:
@@ -257,7 +265,7 @@ def read(root: Path) -> Found:
             paths = ", ".join(str(path) for path, _ in same)
             faults.append(f"{paths}: have one id and differ: none of them counts")
     archived, damaged = archive.read(root / "archive")
-    return Found(root, kept, [*faults, *damaged], rows_of(kept, archived))
+    return Found(root, kept, [*faults, *damaged], rows_of(kept, archived), archived)
 
 
 def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[ArchivedHost]] | None = None) -> list[Row]:
@@ -298,7 +306,7 @@ def _name_earlier_files(grouped) -> None:
     for where, variant in list(grouped):
         if where.digest != newest[replace(where, digest="")][1]:
             points = grouped.pop((where, variant))
-            grouped[replace(where, label=f"{where.label}, earlier file"), variant] = points
+            grouped[replace(where, label=f"{where.label}{EARLIER}"), variant] = points
 
 
 def _with_archive(row: Row, archived: dict[Workload, list[ArchivedHost]]) -> Row:

@@ -84,7 +84,7 @@ def _run(path):
     tables.as_csv(found.rows)
     overview.page_of(found, path.parent / "overview.md")
     for table in readme._TABLES.values():
-        table(found.rows, path.parent / "README.md", "gpt3")
+        table(found, path.parent / "README.md", "gpt3")
     for change in gate.changes(found.rows, found.rows):
         change.text()
 

@@ -86,13 +86,12 @@ def test_it_is_in_the_tables_and_pages(checkout, found):
     assert "my_model/bench" in screen and "graph_step" in screen
     pages = {path.relative_to(checkout).as_posix(): text for path, text in overview.wanted(found, checkout).items()}
     assert set(pages) == {"results/overview.md", "results/overview.csv", "my_model/README.md"}
-    # Captured in words: the variant's own help.
-    assert "the whole step in one graph (`graph_step`)" in pages["results/overview.md"]
+    assert "| [my_model](../my_model/README.md) |" in pages["results/overview.md"]
     assert "h200x1/my_model-bench) | graph_step |" in pages["my_model/README.md"]
 
 
 def test_it_is_in_the_figures(found, tmp_path):
     drawn, left_out = plot.draw(found, tmp_path)
-    assert "hosts" in drawn, left_out
+    assert "gain" in drawn, left_out
     for name in drawn:
         assert "my_model" in (tmp_path / f"{name}.svg").read_text()

@@ -1,4 +1,4 @@
-"""The code to paste in README.md: it trains as eager does, and refuses a step that breaks a precondition.
+"""The code to paste in README.md: a step to measure; a capture that trains as eager does, and its preconditions.
 
 On a GPU the code runs as it stands. Elsewhere the calls of torch.cuda go to a host graph, and the two lines that
 capture become one call, because a host graph records a function and not a block.
@@ -12,9 +12,12 @@ import torch
 
 from benchmarks import ROOT
 from common.capture.host_graph import HostPool
+from common.your_step import doctor
+from common.your_step.findings import STOPS, WRONG
 
 README = (ROOT / "README.md").read_text()
 (SNIPPET,) = re.findall(r"```python\n(def graphed.*?)```", README, re.DOTALL)
+(STEP,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
 CAPTURE = re.compile(r"with (torch\.cuda\.graph\(.*?\)):\n +loss = step\(static\).*\n")
 
 
@@ -274,3 +277,22 @@ def test_what_the_snippet_cannot_see(graphed, device):
     scale[0] = 2.0
     assert torch.equal(replay(batches(device)[0]), before)
     assert "cannot see a Python number that changes" in README
+
+
+def test_the_step_to_measure_has_twelve_lines_and_trains(device):
+    assert len([line for line in STEP.splitlines() if line]) == 12
+    names = {}
+    exec(compile(STEP, "my_step.py", "exec"), names)
+    torch.manual_seed(0)
+    step, batches, changed = names["build"](torch.device(device))
+    losses = [step(batch).item() for batch in batches * 4]
+    assert losses[-1] < losses[0] and len(changed) == 2
+
+
+@pytest.mark.slow
+def test_a_graph_of_the_step_to_measure_trains_as_eager_does(device, tmp_path):
+    path = tmp_path / "my_step.py"
+    path.write_text(STEP)
+    found = doctor.diagnose(f"{path}:build", torch.device(device))
+    assert not {finding.level for finding in found.findings} & {STOPS, WRONG}, found.text()
+    assert found.outcomes[doctor.UP_TO_OPTIMIZER.title] == "trains as eager does"

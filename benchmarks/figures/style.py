@@ -60,7 +60,7 @@ class Page:
     `body`: inches between note and footer. A y counts down from the note.
     """
 
-    WIDTH = 6.4  # inches; narrow, so that its letters can still be read on a telephone
+    WIDTH = 5.4  # inches; narrow, so that its letters can still be read on a telephone
     MARGIN = 0.15
 
     def __init__(self, title: str, note: str, footer: str, body: float):

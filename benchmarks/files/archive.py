@@ -8,7 +8,7 @@ import json
 import lzma
 import statistics as plain
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.files.workload import Workload
@@ -21,7 +21,7 @@ NAMES = {
     "": {"one_graph": "graph_step", "full_step": "graph_step", "graph_te": "graph_layer_te"},
     "gpt3": {"graph": "graph_layer"},
     "llama2_lora": {"graph": "graph_layer"},
-    "llama31": {"graph": "graph_fwd_bwd"},
+    "llama31": {"graph": "graph_fwd_bwd", "chunk": "graph_microbatch", "layer": "graph_layer"},
     "rnnt": {"graph": "graph_networks", "full": "graph_step"},
     "stable_diffusion": {"graph": "graph_step", "lightning_graph": "graph_step_lightning"},
 }
@@ -32,16 +32,21 @@ class ArchivedHost:
     """A host of the archive; variants have their names of today.
 
     `kernels`: variant -> its kernels in a step, of the last run. `ms`: variant -> mean step, over all its runs there.
+    `reserved_bytes`: variant -> peak of torch's reserved memory, the only variant of its process. `folder`: of the
+    workload's sessions.
     """
 
     boot: str
     kernels: dict[str, float]
     ms: dict[str, float]
+    reserved_bytes: dict[str, int] = field(default_factory=dict)
+    folder: Path = Path()
 
 
 def read(folder: Path) -> tuple[dict[Workload, list[ArchivedHost]], list[str]]:
     """Return the hosts of each workload of an archive, and a line for each file that cannot be read."""
     records: dict[tuple[Workload, str], list[dict]] = defaultdict(list)
+    folders: dict[Workload, Path] = {}
     faults = []
     for path in sorted(folder.glob("*/*/*/records.jsonl.xz")):
         try:
@@ -51,7 +56,8 @@ def read(folder: Path) -> tuple[dict[Workload, list[ArchivedHost]], list[str]]:
             continue
         for where, boot, record in found:
             records[where, boot].append(record)
-    return _hosts(records), faults
+            folders[where] = path.parent.parent
+    return _hosts(records, folders), faults
 
 
 def _timed(path: Path) -> list[dict]:
@@ -65,15 +71,22 @@ def _timed(path: Path) -> list[dict]:
     ]
 
 
-def _hosts(records) -> dict[Workload, list[ArchivedHost]]:
+def _hosts(records, folders) -> dict[Workload, list[ArchivedHost]]:
     found: dict[Workload, list[ArchivedHost]] = defaultdict(list)
     for (where, boot), own in sorted(records.items()):
         kernels = {_name(record): record["num_kernels"] for record in own if record["num_kernels"]}
         times: dict[str, list[float]] = defaultdict(list)
         for record in own:
             times[_name(record)].append(plain.fmean(record["steps"]["gpu_ms"]))
+        peaks: dict[str, int] = {}
+        for record in own:
+            memory = record.get("memory")
+            peak = memory.get("peak_reserved_bytes") if isinstance(memory, dict) else None
+            if isinstance(peak, int) and peak > peaks.get(_name(record), 0):
+                peaks[_name(record)] = peak
         if "eager" in kernels:
-            found[where].append(ArchivedHost(boot, kernels, {name: plain.fmean(each) for name, each in times.items()}))
+            ms = {name: plain.fmean(each) for name, each in times.items()}
+            found[where].append(ArchivedHost(boot, kernels, ms, peaks, folders[where]))
     return dict(found)
 
 

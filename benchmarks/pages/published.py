@@ -21,6 +21,8 @@ class Published:
         source: address of the page.
         presets: preset of the model here, the nearest first -> its difference from the submission, in words.
         titles: names of other models, by the beginning of the presets that train them.
+        headlines: presets with a line on the front page -> words behind the model's name, or "".
+        submitted: MLPerf Training's round of the submission, as v4.1; None for a recipe.
     """
 
     model: str
@@ -31,6 +33,8 @@ class Published:
     source: str
     presets: dict[str, str]
     titles: dict[str, str] = field(default_factory=dict)
+    headlines: dict[str, str] = field(default_factory=lambda: {"bench": ""})
+    submitted: str | None = None
 
 
 @functools.cache

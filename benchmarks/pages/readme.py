@@ -2,34 +2,50 @@
 
 A table stands between two markers and is made again by `make readme`; a test fails where one is not what the runs say:
 
-    <!-- table: models -->      the best-measured graph of each model
+    <!-- table: answers -->     which workloads gain on every host, on some, on none, in a line each
+    <!-- table: front -->       graph and eager of each workload over all hosts
+    <!-- table: needs -->       memory, minutes and versions of the runs
+    <!-- table: trust -->       hosts, controls, ceilings and failures, in a line each
     <!-- table: model gpt3 -->  all rows of a model on GPUs
-    <!-- table: decide -->      what to do, by step / busy, with a measured row each
+    <!-- table: decide -->      what to do, by step / busy, with measured workloads
+    <!-- table: rules -->       NVIDIA's rules of thumb beside runs; "rules reasons": why a graph is not faster
+    <!-- table: scopes -->      Megatron's scopes beside the variants here
+    <!-- table: lengths -->     RNN-T with changing lengths, host by host
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
-    <!-- table: ceiling -->     how many graphs reached step / busy, in a sentence or two
     <!-- end -->
 """
 
+import math
+import os
 import re
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
+from urllib.parse import quote
 
 from benchmarks import ROOT, runs, statistics
-from benchmarks.files.facts import stem
+from benchmarks.files.facts import OWN_STEP, Run, stem
 from benchmarks.judge import PASS
-from benchmarks.pages import published, tables
-from benchmarks.runs import Row
+from benchmarks.pages import headlines, published, rules, scopes, tables
+from benchmarks.pages.headlines import Headline
+from benchmarks.pages.run_table import GIB
+from benchmarks.runs import Found, Range, Row
 from common.text import in_markdown
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
-SUBMITTED = "NVIDIA's submission: "
-FIGURES = ("ms over hosts", "base ms over hosts", "gain over hosts", "at most")
 NOTHING = "Nothing has been measured on a GPU yet."
 # Runs begun later show whether the rule on step / busy holds, which was found on earlier ones.
 RULE_WRITTEN = "2026-11-25T20:45:00Z"
+# Of `headlines.bands`: what to do there.
+BANDS = {
+    "always": "Capture it:",
+    "sometimes": "Measure your host first:",
+    "never": "Leave it eager:",
+}
 # Bounds of step / busy, in words, and what to do.
-BANDS = (
-    (1.2, float("inf"), "above 1.2", "Capture the whole step, or as much of it as you can."),
+CEILINGS = (
+    (1.2, math.inf, "above 1.2", "Capture the whole step, or as much of it as you can."),
     (1.05, 1.2, "1.05 to 1.2", "Try it; on a slower host it gains more."),
     (0.0, 1.05, "below 1.05", "Leave it eager, unless other hosts issue slower."),
 )
@@ -45,7 +61,7 @@ def files(root: Path = ROOT) -> list[Path]:
     return [path for path in dict.fromkeys((*own, *sorted(root.glob("docs/*.md")))) if path.is_file()]
 
 
-def rendered(path: Path, rows: list[Row], root: Path = ROOT) -> str:
+def rendered(path: Path, found: Found, root: Path = ROOT) -> str:
     """The file's text with every table made again.
 
     Raises:
@@ -59,61 +75,174 @@ def rendered(path: Path, rows: list[Row], root: Path = ROOT) -> str:
         kind, _, argument = match[2].partition(" ")
         if kind not in _TABLES:
             raise ReadmeError(f"{name}: no table {match[2]!r}, there are {', '.join(_TABLES)}")
-        return f"{match[1]}{_TABLES[kind](rows, path, argument)}\n{match[4]}"
+        return f"{match[1]}{_TABLES[kind](found, path, argument)}\n{match[4]}"
 
     return BLOCK.sub(fill, text)
 
 
-def changed(rows: list[Row], root: Path = ROOT) -> dict[Path, str]:
-    """The new text of every file whose tables are not what the rows say."""
-    new = {path: rendered(path, rows, root) for path in files(root)}
+def changed(found: Found, root: Path = ROOT) -> dict[Path, str]:
+    """The new text of every file whose tables are not what the runs say."""
+    new = {path: rendered(path, found, root) for path in files(root)}
     return {path: text for path, text in new.items() if text != path.read_text()}
 
 
-def models(rows: list[Row], page: Path, argument: str = "") -> str:
-    """The best-measured graph of each model; models that NVIDIA submitted stand there without a run, too."""
-    best = {row.workload.model: row for row in runs.best_measured(runs.on_gpus(rows))}
-    if not best:
+def front(found: Found, page: Path, argument: str = "") -> str:
+    """Graph and eager of each workload over all hosts, the largest gain first."""
+    lines = []
+    for line in headlines.of(found):
+        name = f"[{in_markdown(line.name)}]({_relative(line.page, page)})"
+        name += f" ({line.submitted})" if line.submitted else ""
+        name += f", {in_markdown(line.more)}" if line.more else ""
+        graph_ms = ", ".join(f"{own.ms:,.2f} ({own.gpu})" for own in line.gpus)
+        texts = [graph_ms, tables.two(line.base_ms), tables.two(line.gain, "x"), line.hosts_text]
+        lines.append([name, *map(in_markdown, texts)])
+    names = ["Workload, as submitted in MLPerf", "graph ms", "eager ms over hosts", "gain over hosts", "hosts"]
+    return tables.markdown(names, lines) if lines else NOTHING
+
+
+def _relative(path: Path, page: Path) -> str:
+    return quote(Path(os.path.relpath(path, page.parent)).as_posix())
+
+
+def _answers(found, page, argument):
+    lines = headlines.of(found)
+    if not lines:
         return NOTHING
+    own = headlines.bands(lines)
+    texts = [f"- **{BANDS[band]}** {'; '.join(map(_gain_of, own[band]))}." for band in BANDS if own[band]]
+    low, high = _kernel_us(found) or (0.0, 0.0)
+    if high:
+        text = f"- **2,000 small kernels?** Capture them: where the GPU waited, a kernel took the host {low:.0f} to "
+        texts.append(f"{text}{high:.0f} us, so {2 * low:.0f} ms a step or more.")
+    return "\n".join(texts)
+
+
+def _gain_of(line: Headline) -> str:
+    hosts = runs.NUMBER_WORDS.get(len(line.hosts), f"{len(line.hosts)} hosts")
+    name = line.words + "," * (line.words != line.name)
+    return f"{in_markdown(name)} {tables.two(line.gain, 'x')} ({hosts})"
+
+
+def _kernel_us(found: Found) -> Range | None:
+    """The fewest and the most us of an eager step for each of its kernels, over steps that waited for the host."""
+    times = []
+    for row in runs.on_gpus(found.rows):
+        for point in row.timed:
+            kernels = point.judged.build.variants[point.judged.base].profile.kernels
+            is_waiting = point.ceiling is not None and point.ceiling >= headlines.LARGE
+            if row.kind == "graph" and row.workload.ranks == 1 and is_waiting and kernels and point.ratio:
+                times.append(1e3 * point.ratio.base_ms / kernels)
+    return runs.range_of(times)
+
+
+def _needs(found, page, argument):
+    lines = headlines.of(found)
+    if not lines:
+        return NOTHING
+    needs: dict[str, list[tuple[int, str]]] = {}
+    for line in sorted(lines, key=lambda line: line.gpus[0].run is None):
+        is_new = line.name not in [name for each in needs.values() for _, name in each]
+        sized = [(own.reserved_bytes, own) for own in line.gpus if own.reserved_bytes] if is_new else []
+        for size, gpu in sized[:1]:
+            needs.setdefault(_with_gb(gpu), []).append((size, line.name))
+    texts = []
+    for title, each in sorted(needs.items()):
+        sizes = [f"{in_markdown(name)} {size / GIB:.1f}" for size, name in sorted(each)]
+        texts.append(f"on {in_markdown(title)}: {', '.join(sizes)}")
+    memory = f"Memory, in GiB that torch reserves at most, the graph alone in a process, {'; '.join(texts)}."
+    minutes = [own for _, run in found.runs if _is_bench(run) and (own := minutes_of(run)) > 0]
+    took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
+    return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", memory if texts else ""]))
+
+
+def _with_gb(own: headlines.OnGpu) -> str:
+    """H100 80GB, where the driver's name has it."""
+    names = [gpu.name for gpu in own.run.host.gpus[:1]] if own.run else []
+    size = re.search(r"\b\d+GB\b", names[0]) if names else None
+    return f"{own.gpu} {size[0]}" if size else own.gpu
+
+
+def minutes_of(run: Run) -> float:
+    """Minutes from the begin of a run to its end; 0 where these are no dates."""
+    try:
+        begin, end = (datetime.fromisoformat(text) for text in (run.begin_utc, run.end_utc))
+        return (end - begin).total_seconds() / 60
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def _is_bench(run: Run) -> bool:
+    """True for a run as `make bench MODEL=...` makes it, on a GPU."""
+    is_model = run.model != OWN_STEP and run.preset == "bench" and not run.label
+    return run.device == "cuda" and is_model and run.ranks == 1 and run.parity == "courses"
+
+
+def _versions(found: Found) -> str:
+    on_gpus = [run for _, run in found.runs if run.device == "cuda"]
+    names = {"torch": "torch", "transformer_engine": "Transformer Engine", "python": "Python"}
+    seen = {title: [run.versions.get(name) for run in on_gpus] for name, title in names.items()}
+    seen["driver"] = [run.host.driver for run in on_gpus]
+    known = {title: sorted({str(one) for one in each if one}) for title, each in seen.items()}
+    return ", ".join(f"{title} {' and '.join(map(in_markdown, each))}" for title, each in known.items() if each)
+
+
+def _trust(found, page, argument):
+    lines = [_hosts_text(found), _controls(found), _ceiling(found.rows), _failed(found, page)]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _hosts_text(found):
+    own = {run.host.boot for _, run in found.runs if run.device == "cuda"}
+    more = {host.boot for hosts in found.archived.values() for host in hosts} - own
+    text = f"**Hosts.** {runs.counted(len(found.runs), 'run')} on {runs.counted(len(own), 'host')}"
+    return f"{text}. {runs.counted(len(more), 'archived host')}: measured before, no intervals." if more else f"{text}."
+
+
+def _controls(found):
+    ratios = [
+        ratio
+        for row in runs.on_gpus(found.rows)
+        if row.control and not row.workload.busy
+        for ratio in row.ratios
+        if ratio.cycles > 1
+    ]
+    if not ratios:
+        return "**Controls.** None has been measured yet."
+    values = [ratio.ratio for ratio in ratios]
+    holds = sum(ratio.low <= 1 <= ratio.high for ratio in ratios)
+    text = f"**Controls.** Eager against itself: {tables.two((min(values), max(values)), 'x')}; "
+    return f"{text}{holds} of {len(ratios)} intervals (95 %) contain 1."
+
+
+def _failed(found, page):
+    points = [point for row in runs.on_gpus(found.rows) for point in row.points]
+    failed = [point for point in points if point.verdict.status not in (PASS, "unsupported")]
+    if not failed:
+        return "**What failed.** Nothing on a GPU."
+    where = len({point.run.id for point in failed})
+    link = _relative(found.root / "overview.md", page)
+    text = (
+        f"**What failed.** {runs.counted(len(failed), 'measurement')} in {runs.counted(where, 'run')}: wrong losses, "
+    )
+    return f"{text}crashes, no memory. Each stands in [all rows]({link})."
+
+
+def _decide(found, page, argument):
+    """By step / busy of eager: what to do, and the workloads with such a step on one of their GPUs."""
     lines = []
-    for model in dict.fromkeys([*(own.model for own in published.published()), *best]):
-        own, row = published.of_model(model), best.get(model)
-        title = own.title if own else model
-        if row is None:
-            graphs = [each for each in runs.on_gpus(rows) if (each.workload.model, each.kind) == (model, "graph")]
-            seen = [f"no graph has a time ({tables.linked(each.status, each, page)})" for each in graphs[:1]]
-            lines.append([in_markdown(title), *(seen or ["not measured in blocks yet"]), *[""] * 5])
-            continue
-        captured = f"{in_markdown(row.newest.variant.help.removeprefix(SUBMITTED))} ({_code(row.variant)})"
-        numbers = [tables.CELLS[name](row) for name in FIGURES]
-        hosts = f"{row.hosts_text} ({in_markdown(row.workload.gpu.removeprefix('NVIDIA '))})"
-        name = tables.linked(f"{title}, {row.workload.preset}", row, page)
-        lines.append([name, captured, *numbers, hosts])
-    return tables.markdown(["Workload", "Captured", "graph ms", "eager ms", "gain", "at most", "hosts"], lines)
-
-
-def _code(name):
-    """A name as code, in which Markdown escapes nothing."""
-    return f"`{name}`" if re.fullmatch(r"[\w. -]+", name, re.ASCII) else in_markdown(name)
-
-
-def _decide(rows, page, argument):
-    """By step / busy of eager: what to do, and the best-measured row of such a step."""
-    best = runs.best_measured(runs.on_gpus(rows))
-    lines = []
-    for low, high, name, advice in BANDS:
+    for low, high, name, advice in CEILINGS:
         seen = []
-        for row in best:
+        for row in runs.best_measured(runs.on_gpus(found.rows)):
             ceiling = row.median("ceiling")
-            if ceiling and low <= ceiling < high:
+            if ceiling and low <= ceiling < high and row.gain_range:
                 link = tables.linked(row.workload.name, row, page)
-                seen.append(f"{link} {ceiling:.2f}: {tables.gain_and_interval(row)}, {row.hosts_text}")
+                seen.append(f"{link} {ceiling:.2f}: {tables.two(row.gain_range, 'x')}, {row.hosts_text}")
         lines.append([name, advice, "<br>".join(seen) or "not measured yet"])
     return tables.markdown(["Step / busy", "What to do", "Measured here"], lines)
 
 
-def _model(rows, page, argument):
-    own = [row for row in runs.on_gpus(rows) if row.workload.model == argument]
+def _model(found, page, argument):
+    own = [row for row in runs.on_gpus(found.rows) if row.workload.model == argument]
     timed = [row for row in own if row.status == PASS]
     if not timed:
         return "Not measured in blocks on a GPU yet."
@@ -121,12 +250,37 @@ def _model(rows, page, argument):
     return tables.rows_as_markdown(timed, page) + (f"\n\nWithout a number:\n\n{left}" if left else "")
 
 
-def _nvidia(rows, page, argument):
+def _lengths(found, page, argument):
+    """RNN-T with changing lengths: padding to buckets and the graph of each pair of buckets, on each host."""
+    padded: dict[str, runs.HostMeans] = {}
+    graphs: dict[str, runs.HostMeans] = {}
+    for row in runs.on_gpus(found.rows):
+        if (row.workload.model, row.workload.preset, row.workload.label) == ("rnnt", "bench_lengths", ""):
+            own = {"eager_padded": padded, "graph_step": graphs}.get(row.variant, {})
+            own.update({host.host: host for host in row.hosts})
+    for where, hosts in found.archived.items():
+        if (where.model, where.preset, where.label, where.ranks) == ("rnnt", "bench_lengths", "", 1):
+            for host in hosts:
+                for name, means in (("eager_padded", padded), ("graph_step", graphs)):
+                    if {"eager", name} <= host.ms.keys():
+                        means.setdefault(host.boot, runs.HostMeans(host.boot, host.ms["eager"], host.ms[name], True))
+    lines = []
+    for host in sorted(padded.keys() & graphs.keys()):
+        one, other = padded[host], graphs[host]
+        name = f"{in_markdown(host[:6])}{' (archived)' if other.is_archived else ''}"
+        costs, gain = f"{100 * (one.ms / one.base_ms - 1):.1f} %", one.ms / other.ms
+        times = [f"{ms:.2f}" for ms in (one.base_ms, one.ms, other.ms)]
+        lines.append([name, *times, costs, f"{gain:.2f}x", f"{other.ratio:.2f}x"])
+    names = ["Host", "eager ms", "padded ms", "graph ms", "padding costs", "the graph gains", "gain over eager"]
+    return tables.markdown(names, lines) if lines else NOTHING
+
+
+def _nvidia(found, page, argument):
     lines = []
     for own in published.published():
-        found = [
+        same = [
             row
-            for row in runs.on_gpus(rows)
+            for row in runs.on_gpus(found.rows)
             if (row.workload.model, row.variant) == (own.model, own.variant)
             and not row.workload.busy
             and stem(row.workload.preset) in own.presets
@@ -137,29 +291,32 @@ def _nvidia(rows, page, argument):
             where = row.workload
             return not row.ratio, order.index(stem(where.preset)), where.ranks, -len(row.hosts), where.build
 
-        here, differs = "not measured yet", next(reversed(own.presets.values()))
-        if found:
-            row = min(found, key=rank)
-            text = f"{tables.gain_and_interval(row)}, {row.hosts_text}" if row.ratio else row.status
-            here = f"{tables.linked(row.workload.name, row, page)} {in_markdown(row.variant)}: {in_markdown(text)}"
-            gpus = f"{row.workload.ranks} {in_markdown(row.workload.gpu.removeprefix('NVIDIA '))}"
-            differs = f"{gpus}: {own.presets[stem(row.workload.preset)]}"
-        lines.append([own.title, own.mechanism, f"[{own.gain_range}]({own.source})", here, differs])
-    return tables.markdown(
-        ["Workload", "NVIDIA's mechanism", "NVIDIA's gain", "Here, same scope", "What differs"], lines
-    )
+        if not same:
+            continue
+        row = min(same, key=rank)
+        hosts = row.hosts_text.partition(",")[0]
+        text = f"{tables.two(row.gain_range, 'x')}, {hosts}" if row.gain_range else row.status
+        gpus = f"{row.workload.ranks} {in_markdown(headlines.short(row.workload.gpu))}"
+        differs = f"{gpus}: {own.presets[stem(row.workload.preset)]}"
+        lines.append([own.title, f"[{own.gain_range}]({own.source})", tables.linked(text, row, page), differs])
+    names = ["Workload", "NVIDIA's gain", "Ours, the same part captured", "What differs"]
+    return tables.markdown(names, lines) if lines else NOTHING
 
 
-def ceiling_text(rows: list[Row], page: Path | None = None, argument: str = "") -> str:
-    """Return how many graphs reached step / busy, in a sentence or two."""
+def _ceiling(rows: Sequence[Row]) -> str:
     found = runs.reached(rows)
     if not found:
         return NOTHING
     hosts = {each.point.host for each in found}
     most = max(each.share for each in found) - 1
-    text = f"In runs on {runs.counted(len(hosts), 'host')}, none of {len(found)} graphs gained over "
-    text += f"{100 * max(most, 0.0):.1f} % more than step / busy of the uncaptured step."
-    after = [each for each in found if each.point.run.begin_utc > RULE_WRITTEN]
+    text = f"**Ceiling.** On {runs.counted(len(hosts), 'host')} none of {len(found)} graphs gained over "
+    return f"{text}{100 * max(most, 0.0):.1f} % more than step / busy."
+
+
+def ceiling_text(rows: Sequence[Row]) -> str:
+    """Return how many graphs reached step / busy, in a sentence or two."""
+    text = _ceiling(rows).removeprefix("**Ceiling.** ")
+    after = [each for each in runs.reached(rows) if each.point.run.begin_utc > RULE_WRITTEN]
     if not after:
         return text
     parts = []
@@ -188,4 +345,15 @@ def misses(rows: list[Row]) -> list[str]:
     return lines
 
 
-_TABLES = {"models": models, "decide": _decide, "model": _model, "nvidia": _nvidia, "ceiling": ceiling_text}
+_TABLES: dict[str, Callable[[Found, Path, str], str]] = {
+    "answers": _answers,
+    "front": front,
+    "needs": _needs,
+    "trust": _trust,
+    "model": _model,
+    "decide": _decide,
+    "rules": rules.markdown,
+    "scopes": scopes.markdown,
+    "lengths": _lengths,
+    "nvidia": _nvidia,
+}

@@ -46,6 +46,12 @@ def gain_and_interval(row: Row) -> str:
     return f"{gain(row)} ({_interval(row)})" if row.interval else gain(row)
 
 
+def two(over: runs.Range, unit: str = "") -> str:
+    """A range with two decimals, as in 1.62 to 2.86x; one number where both ends read the same."""
+    low, high = (f"{value:,.2f}" for value in over)
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
+
+
 def with_range(value: float | None, over: runs.Range | None) -> str:
     """Ms with the range over hosts, as in 127.0 (126.8 to 129.0); without it where there is one host."""
     if value is None or over is None or over[0] == over[1]:
@@ -232,6 +238,11 @@ def linked(text: str, row: Row, page: Path) -> str:
     """A text with a link from `page` to the folder of a row's newest run."""
     path = Path(os.path.relpath(row.newest.path.parent, page.parent)).as_posix()
     return f"[{in_markdown(text)}]({quote(path)})"
+
+
+def linked_file(text: str, path: Path, page: Path) -> str:
+    """A text with a link from `page` to a run file."""
+    return f"[{in_markdown(text)}]({quote(Path(os.path.relpath(path, page.parent)).as_posix())})"
 
 
 def as_list(lines: list[str]) -> str:

@@ -145,11 +145,15 @@ def test_hosts_of_the_archive_are_those_of_the_same_workload(changes):
     assert len(rows_with(archived, **own, **changes)["graph_layer"].hosts) == 1
 
 
+TIMES_AND_PEAKS = ((16.0, 9.0, 11.0), (2000, 900, 1100))
+
+
 def test_the_archive_is_read_by_todays_names(tmp_path):
     def record(variant, ms, boot="x", status="pass"):
         own = {"model": "rnnt", "preset": "bench", "variant": variant, "status": status, "num_kernels": 300}
         env = {"gpu_name": "NVIDIA H200", "world_size": 1, "boot_id": boot}
-        return own | {"steps": {"gpu_ms": ms}, "env": env, "host_load": 0}
+        memory = {"peak_reserved_bytes": int(100 * max(ms))}
+        return own | {"steps": {"gpu_ms": ms}, "env": env, "host_load": 0, "memory": memory}
 
     rows = [record("eager", [10.0, 20.0]), record("eager", [17.0]), record("full", [9.0]), record("graph", [11.0])]
     rows += [record("full", [1.0], status="failed"), record("eager", [7.0], boot=None), record("full", [8.0], boot="y")]
@@ -163,7 +167,8 @@ def test_the_archive_is_read_by_todays_names(tmp_path):
     assert where == Workload("NVIDIA H200", 1, "rnnt", "bench", "persistent")
     # Means of each run's steps; a host without eager has no kernels to compare.
     kernels = {"eager": 300, "graph_step": 300, "graph_networks": 300}
-    assert host == ArchivedHost("x", kernels, {"eager": 16.0, "graph_step": 9.0, "graph_networks": 11.0})
+    ms, peaks = ({"eager": times[0], "graph_step": times[1], "graph_networks": times[2]} for times in TIMES_AND_PEAKS)
+    assert host == ArchivedHost("x", kernels, ms, peaks, path.parent.parent)
     assert archive.read(tmp_path / "none") == ({}, [])
     next(tmp_path.rglob("*.xz")).write_bytes(b"damaged")
     found, (fault,) = archive.read(tmp_path)

@@ -1,14 +1,17 @@
 """README.md, the models' READMEs and results/overview.*: tables as the runs say, links that lead somewhere."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from benchmarks import ROOT, overview, runs
+from benchmarks import ROOT, measure, overview, runs
 from benchmarks.files import run_file
-from benchmarks.pages import published, readme, run_table, tables
+from benchmarks.files.facts import OWN_STEP, Raised, stem
+from benchmarks.pages import headlines, readme, run_table, tables
 from tests.helpers.made_run import made_run, put, write
+
+MUON = ROOT / "results/h100x1/your_step-bench-muon-build/20261126T001619Z-757612f1.json"
+H100 = ({"name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-2"},)
 
 README = (ROOT / "README.md").read_text()
 PAGES = sorted(
@@ -41,9 +44,10 @@ def test_a_page_that_the_runs_contradict_is_written_and_named(tmp_path, monkeypa
 
 
 def test_the_front_page_is_short():
-    written = re.sub(r"<!-- table.*?<!-- end -->", "", README, flags=re.DOTALL)
-    # Tables may grow with what is measured.
-    assert len(README.splitlines()) <= 130 and len(written.split()) <= 1200
+    assert len(README.splitlines()) <= 110
+    # As a reader sees it: without addresses, markers and the lines of tables.
+    text = re.sub(r"<!--.*?-->|\]\([^)]*\)", " ", README)
+    assert sum(bool(re.search(r"\w", word)) for word in text.replace("|", " ").split()) <= 1000
 
 
 def headings(path):
@@ -70,12 +74,17 @@ def test_every_figure_on_the_front_page_has_words():
     assert figures and all(len(words.split()) > 4 and (ROOT / path).is_file() for words, path in figures)
 
 
-def test_the_sample_of_a_table_is_that_of_the_run_it_names():
-    (sample,) = re.findall(r"ended like this.*:\n\n((?:    .*\n)+)", README)
-    *shown, last = (line.strip() for line in sample.splitlines())
-    name = re.fullmatch(r"runs/(h200x1/gpt3-bench/\w+-\w+\.json)  \(\d+ s\)", last)[1]
-    printed = run_table.report(run_file.read(ROOT / "results" / name)).splitlines()
-    assert set(shown) <= set(printed)
+def test_the_verdict_on_the_front_page_is_that_of_the_run_it_names():
+    (shown,) = re.findall(r"`(Faster: .*)`", README)
+    assert shown == measure.verdict(run_file.read(MUON))[1]
+
+
+def test_the_whole_output_of_a_step_is_that_of_the_run_it_names():
+    page = (ROOT / "docs" / "your_step.md").read_text()
+    (sample,) = re.findall(r"## The output\n.*?```text\n(.*?)```", page, re.DOTALL)
+    run = run_file.read(MUON)
+    assert sample == f"{run_table.report(run)}\n{measure.verdict(run)[1]}\n"
+    assert MUON.relative_to(ROOT).as_posix() in page
 
 
 # ------------------------------------------------------------------------------------------------
@@ -83,17 +92,91 @@ def test_the_sample_of_a_table_is_that_of_the_run_it_names():
 
 
 def table(kind, root, argument=""):
-    return readme._TABLES[kind](runs.read(root).rows, root / "README.md", argument)
+    return readme._TABLES[kind](runs.read(root), root / "README.md", argument)
 
 
-def test_each_model_has_one_row_and_submissions_without_a_run_say_so(tmp_path):
-    put(tmp_path, 0, ms={"graph_layer": 8.0})
-    put(tmp_path, 1, model="mine", ms={"graph_layer": 5.0})
-    lines = table("models", tmp_path).splitlines()[2:]
-    assert len(lines) == len(published.published()) + 1
-    assert "| 8.00 | 10.00 | 1.250x (1.250 to 1.250) |" in lines[0]
-    assert lines[-1].startswith("| [mine, bench](h200x1/gpt3-bench)") and "2.000x" in lines[-1]
-    assert sum("not measured in blocks yet" in line for line in lines) == len(published.published()) - 1
+MS = {"eager": 10.0, "graph_layer": 8.0}
+
+
+def several_hosts(root):
+    """GPT-3 on two H200 and on an H100 with fewer layers, and another model that gains nothing."""
+    put(root, 0, ms=MS)
+    put(root, 1, ms={"eager": 14.0, "graph_layer": 8.2}, boot="c")
+    put(root, 2, ms={"eager": 12.5, "graph_layer": 10.0}, boot="d", gpus=H100, preset="bench-l6")
+    put(root, 3, model="mine", ms={"eager": 10.0, "graph_layer": 10.0}, boot="e")
+
+
+def test_a_workload_has_one_line_with_all_hosts_and_types_of_gpu(tmp_path):
+    several_hosts(tmp_path)
+    lines = table("front", tmp_path).splitlines()[2:]
+    own = "8.10 (H200), 10.00 (H100) | 10.00 to 14.00 | 1.25 to 1.71x | 2 H200, one H100 |"
+    assert lines[0].startswith("| [GPT-3 175B](") and "(v4.1), 8 of 96 layers | " in lines[0]
+    assert lines[0].endswith(own)
+    assert lines[1].startswith("| [mine](") and lines[1].endswith("| 10.00 (H200) | 10.00 | 1.00x | one H200 |")
+    assert len(lines) == 2
+
+
+def test_cells_of_the_front_page_are_those_of_the_hosts(found):
+    """Recomputed from the rows of each GPU."""
+    for line in headlines.of(found):
+        if line.page.name != "README.md" or line.page.parent.name == "steps":
+            continue
+        rows = [
+            row
+            for row in found.rows
+            if (row.workload.model, row.variant) == (line.page.parent.name, line.variant)
+            and (stem(row.workload.preset), row.workload.label, row.workload.ranks) == ("bench", "", 1)
+            and not row.workload.build
+        ]
+        gains = [host.ratio for row in rows for host in row.hosts]
+        assert line.gain == (min(gains), max(gains)) and len(line.hosts) == len(gains)
+        assert {own.ms for own in line.gpus} == {row.ms for row in rows}
+
+
+def test_the_answers_say_on_how_many_hosts(tmp_path):
+    several_hosts(tmp_path)
+    put(tmp_path, 4, model="rnnt", ms={"eager": 11.0, "graph_layer": 10.0}, boot="f")
+    assert table("answers", tmp_path).splitlines() == [
+        "- **Capture it:** GPT-3 175B 1.25 to 1.71x (3 hosts).",
+        "- **Measure your host first:** RNN-T, one length, 1.10x (one host).",
+        "- **Leave it eager:** mine 1.00x (one host).",
+    ]
+
+
+def test_the_time_for_a_kernel_is_that_of_steps_that_waited(tmp_path):
+    put(tmp_path, 0, ms=MS, issue=(9.0, 7.0), kernels=200)
+    put(tmp_path, 1, ms=MS, issue=(9.0, 9.9), kernels=100, boot="c")
+    assert "a kernel took the host 50 to 50 us, so 100 ms a step or more." in table("answers", tmp_path)
+
+
+def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp_path):
+    for number, (kernels, digest) in enumerate(((100, "new"), (100, "old"), (150, "older"))):
+        flags = ["--step", "muon.py:build", "--step-digest", digest]
+        more = {"begin_utc": f"2026-12-0{5 - number}T00:00:00Z", "issue": (9.0, 7.0), "boot": f"h{number}"}
+        put(tmp_path, number, model=OWN_STEP, label="muon-build", flags=flags, kernels=kernels, ms=MS, **more)
+    assert [line.hosts_text for line in headlines.of(runs.read(tmp_path))] == ["2 H200"]
+
+
+def test_memory_minutes_and_versions_are_those_of_the_runs(tmp_path):
+    run = made_run(alone={"eager": 2**30, "graph_layer": 3 * 2**30}, gpus=H100)
+    run.begin_utc, run.end_utc = "2026-12-01T00:00:00Z", "2026-12-01T00:03:30Z"
+    write(run, tmp_path / "h100x1/gpt3-bench")
+    text = table("needs", tmp_path)
+    assert "took 3.5 to 3.5 minutes a model. Measured with torch 2.13. " in text
+    assert text.endswith("on H100 80GB: GPT-3 175B 3.0.")
+    run.end_utc = "a day"
+    assert readme.minutes_of(run) == 0
+
+
+def test_what_failed_and_the_controls_are_counted(tmp_path):
+    put(tmp_path, 0, names=("eager", "graph_layer", "control"))
+    run = made_run(id="20261125T101500Z-a7d396c9", boot="c")
+    run.builds[""].variants["graph_layer"].raised = Raised(kind="error", reason="it ended")
+    write(run, tmp_path / "h200x1/gpt3-bench")
+    lines = table("trust", tmp_path).splitlines()
+    assert lines[0] == "- **Hosts.** 2 runs on 2 hosts."
+    assert lines[1] == "- **Controls.** Eager against itself: 1.00x; 1 of 1 intervals (95 %) contain 1."
+    assert lines[3].startswith("- **What failed.** 1 measurement in 1 run:")
 
 
 @pytest.mark.parametrize(("busy", "line"), [(8.0, 0), (9.0, 1), (9.9, 2)])
@@ -105,10 +188,10 @@ def test_what_to_do_follows_from_step_and_busy(tmp_path, busy, line):
 
 def test_beside_nvidia_stands_the_same_mechanism_alone(tmp_path):
     put(tmp_path, 0, ms={"graph_layer": 8.0})
-    assert table("nvidia", tmp_path).count("not measured yet") == len(published.published())
+    assert table("nvidia", tmp_path) == readme.NOTHING
     put(tmp_path, 9, ms={"graph_layer_te": 8.0}, names=("eager", "graph_layer_te"))
     line = table("nvidia", tmp_path).splitlines()[2]
-    assert "graph_layer_te: 1.250x" in line and "a GPU's share of 8 of 96 layers" in line
+    assert "[1.25x, one host](h200x1/gpt3-bench) | 1 H200: 8 of 96 layers |" in line
 
 
 def test_a_capture_that_failed_is_not_called_unmeasured(tmp_path):
@@ -116,7 +199,7 @@ def test_a_capture_that_failed_is_not_called_unmeasured(tmp_path):
     own = run.builds[""].variants
     own["graph_layer_te"].parity[0].hashes, own["graph_layer_te"].parity[0].losses = ["other"], [2.0]
     write(run, tmp_path / "h200x1/gpt3-bench")
-    assert "graph_layer_te: failed" in table("nvidia", tmp_path)
+    assert "[failed](h200x1/gpt3-bench)" in table("nvidia", tmp_path)
 
 
 def test_the_ceiling_counts_what_reached_it(tmp_path):
@@ -126,8 +209,8 @@ def test_the_ceiling_counts_what_reached_it(tmp_path):
     put(tmp_path, 1, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 10.0}, boot="c", **later)
     put(tmp_path, 2, issue=(5.0, 9.9), model="other", boot="d", **later)
     put(tmp_path, 3, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 10.0}, boot="e")
-    text = table("ceiling", tmp_path)
-    assert text.startswith("In runs on 4 hosts, none of 4 graphs gained over 0.0 % more")
+    text = readme.ceiling_text(runs.read(tmp_path).rows)
+    assert text.startswith("On 4 hosts none of 4 graphs gained over 0.0 % more than step / busy.")
     assert "1 of 2 graphs that could gain over 5 % and 1 of 1 graphs that could gain less reached it" in text
     lines = readme.misses(runs.read(tmp_path).rows)
     assert len(lines) == 2 and "80.0 % of 1.500x; its kernels take +0.0 %" in lines[0]
@@ -136,17 +219,17 @@ def test_the_ceiling_counts_what_reached_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("<!-- table: ceiling -->\n", "needs its own"), ("<!-- table: nope -->\n<!-- end -->\n", "no table 'nope'")],
+    [("<!-- table: trust -->\n", "needs its own"), ("<!-- table: nope -->\n<!-- end -->\n", "no table 'nope'")],
 )
 def test_a_wrong_marker_is_named(tmp_path, text, said):
     (tmp_path / "README.md").write_text(text)
     with pytest.raises(readme.ReadmeError, match=said):
-        readme.changed([], tmp_path)
+        readme.changed(runs.read(tmp_path / "none"), tmp_path)
 
 
 def test_without_any_run_the_tables_say_so(tmp_path):
     for kind in readme._TABLES:
-        assert "measured" in readme._TABLES[kind]([], Path(tmp_path / "README.md"), "gpt3")
+        assert "measured" in table(kind, tmp_path, "gpt3")
 
 
 def test_the_overview_hides_nothing(tmp_path):
@@ -155,3 +238,48 @@ def test_the_overview_hides_nothing(tmp_path):
     text = overview.page_of(runs.read(tmp_path), tmp_path / "overview.md")
     assert "graph_x: unsupported (needs a GPU)" in text and "bad.json: no whole JSON" in text
     assert all(line.count("|") <= len(tables.WIDE) + 3 for line in text.splitlines())
+
+
+def test_nvidias_rules_count_the_graphs_of_steps_that_wait(tmp_path):
+    put(tmp_path, 0, ms=MS, issue=(9.0, 7.0), kernels=100)
+    put(tmp_path, 1, ms={"eager": 10.0, "graph_layer": 9.9}, issue=(9.0, 9.9), kernels=100, boot="c")
+    lines = table("rules", tmp_path).splitlines()[2:]
+    assert "1 of 1 graph gained over 5 %. Least: [gpt3/bench graph_layer](h200x1/" in lines[0]
+    assert "20.0 to 20.0 us in 1 graph" in lines[1] and "0 of 1 graph gained over 5 %" in lines[2]
+    assert "Eager: 0.0 % in the median" in lines[4] and "not measured" in lines[5]
+    assert len(lines) == 6 and len(table("rules", tmp_path, "reasons").splitlines()) == 2 + 6
+
+
+def test_reasons_name_the_runs_that_show_them(found):
+    text = readme._TABLES["rules"](found, ROOT / "docs" / "nvidia_rules.md", "reasons")
+    assert text.count("not measured") == 2
+    for name in re.findall(r"\]\(([^)]*)\)", text):
+        assert (ROOT / "docs" / name).is_file()
+
+
+def test_megatrons_scopes_have_the_gains_of_their_variants(tmp_path):
+    put(tmp_path, 0, names=("eager", "graph_layer_te"), ms={"eager": 10.0, "graph_layer_te": 8.0})
+    lines = table("scopes", tmp_path).splitlines()[2:]
+    assert [("1.25x, one host (H200)" in line) for line in lines] == ["graph_layer_te" in line for line in lines]
+    assert sum("not measured" in line for line in lines) == len(lines) - 1
+
+
+def test_the_overview_begins_with_its_contents_and_the_best_rows(found):
+    text = overview.page_of(found, ROOT / "results" / "overview.md")
+    contents, best = text.index("- [Best rows](#best-rows)"), text.index("\n## Best rows")
+    assert contents < best < text.index("\n## NVIDIA H100")
+    for name in re.findall(r"(?m)^## (.*)", text):
+        assert f"- [{name}](#" in text[:best]
+
+
+def test_changing_lengths_show_what_padding_costs_and_the_graph_gains(tmp_path):
+    names = ("eager", "eager_padded", "graph_step")
+    ms = {"eager": 10.0, "eager_padded": 11.0, "graph_step": 10.0}
+    put(tmp_path, 0, model="rnnt", preset="bench_lengths", names=names, ms=ms)
+    assert table("lengths", tmp_path).splitlines()[2] == "| b | 10.00 | 11.00 | 10.00 | 10.0 % | 1.10x | 1.00x |"
+
+
+def test_constraints_name_the_versions_that_were_measured(found):
+    text = (ROOT / "constraints.txt").read_text()
+    for version in {run.versions["torch"] for _, run in found.runs}:
+        assert f"torch {version}" in text

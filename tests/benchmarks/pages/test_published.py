@@ -27,6 +27,14 @@ def test_variants_and_presets_are_those_of_the_models_and_each_says_what_differs
     assert not any("full" in of_model(model).presets for model in ("llama31", "llama2_lora"))
 
 
+def test_lines_of_the_front_page_are_presets_of_the_models():
+    for each in published():
+        config = importlib.import_module(f"{each.model}.config")
+        assert set(each.headlines) <= set(config.PRESETS) and "bench" in each.headlines, each.model
+        assert each.submitted is None or re.fullmatch(r"v\d\.\d", each.submitted)
+    assert title_of("llama31", "full") == "Llama 3.1 8B"
+
+
 def test_every_figure_has_a_source_and_is_plain_text():
     for each in published():
         assert re.fullmatch(r"https://docs\.nvidia\.com/[a-zA-Z0-9/-]+\.html", each.source)

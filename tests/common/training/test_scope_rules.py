@@ -101,7 +101,7 @@ def test_each_rule_refuses_what_it_says_and_no_more(rule):
 
 def test_the_page_is_the_table():
     assert [rule.name for rule in RULES] == list(CASES)
-    page = (ROOT / "docs" / "what_cannot_be_captured.md").read_text()
+    page = (ROOT / "docs" / "what_to_capture.md").read_text()
     assert page.endswith(f"\n\n{markdown()}\n")
 
 

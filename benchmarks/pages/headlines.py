@@ -1,0 +1,227 @@
+"""The workloads of the front page: one graph of each beside eager, on every host with any type of GPU.
+
+A headline is wider than a row of `benchmarks.runs`: it has H100 and H200, the number of layers that each GPU held, and
+the archive's hosts. Earlier files of a user's step count where eager makes the same kernels.
+"""
+
+import statistics as plain
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from benchmarks import runs
+from benchmarks.files.archive import SAME_KERNELS
+from benchmarks.files.facts import OWN_STEP, Run, stem
+from benchmarks.files.workload import Workload
+from benchmarks.pages import published
+from benchmarks.runs import HostMeans, Range, Row
+
+# Names of the example steps, as their projects write them.
+STEPS = {"muon": "Muon", "nanogpt": "nanoGPT", "rssm": "RSSM", "detr": "DETR"}
+# A gain from here on pays; below SMALL nobody would notice it.
+LARGE, SMALL = 1.2, 1.05
+Key = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """Hosts with one type of GPU.
+
+    Attributes:
+        gpu: short name, as H200.
+        reserved_bytes: peak of torch's reserved memory with the graph, the only variant of its process.
+        run: the newest run with the graph; None where only the archive has it.
+    """
+
+    gpu: str
+    hosts: tuple[HostMeans, ...]
+    reserved_bytes: int | None
+    run: Run | None
+
+    @property
+    def ms(self) -> float:
+        """The graph's step: the median over hosts."""
+        return plain.median(host.ms for host in self.hosts)
+
+    @property
+    def hosts_text(self) -> str:
+        """5 H200, or 3 archived H200 where none is new."""
+        number = "one" if len(self.hosts) == 1 else str(len(self.hosts))
+        return f"{number} {'archived ' if all(host.is_archived for host in self.hosts) else ''}{self.gpu}"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One graph of a workload on all its hosts.
+
+    Attributes:
+        name: the model's, without preset and layers.
+        more: number of layers or the like; "" where nothing has to be said.
+        submitted: MLPerf Training's round, or "".
+        page: the README with all rows of the model, or the folder of the archive.
+        gpus: the type of GPU with most hosts first.
+    """
+
+    name: str
+    more: str
+    submitted: str
+    variant: str
+    page: Path
+    gpus: tuple[OnGpu, ...]
+
+    @cached_property
+    def hosts(self) -> list[HostMeans]:
+        """All hosts, each once."""
+        return [host for own in self.gpus for host in own.hosts]
+
+    @property
+    def words(self) -> str:
+        """The name and what makes it another workload, without numbers of layers."""
+        return ", ".join([self.name, *(part for part in self.more.split(", ") if part and not part[0].isdigit())])
+
+    @property
+    def gain(self) -> Range:
+        """The smallest and the largest gain of a host."""
+        gains = [host.ratio for host in self.hosts]
+        return min(gains), max(gains)
+
+    @property
+    def base_ms(self) -> Range:
+        """The fastest and the slowest eager step of a host."""
+        times = [host.base_ms for host in self.hosts]
+        return min(times), max(times)
+
+    @property
+    def hosts_text(self) -> str:
+        """5 H200, one H100."""
+        return ", ".join(own.hosts_text for own in self.gpus)
+
+
+def of(found: runs.Found) -> list[Headline]:
+    """Return a headline for each workload that ran on a GPU, the largest gain first."""
+    grouped: dict[Key, list[Row]] = defaultdict(list)
+    for row in runs.on_gpus(found.rows):
+        key = _key(row.workload)
+        if key is not None and row.kind == "graph" and row.hosts and not row.control:
+            grouped[key].append(row)
+    lines = [_of_rows(key, rows, found.root.parent) for key, rows in grouped.items()]
+    lines += _of_archive(found, set(grouped))
+    return sorted(lines, key=lambda line: (-line.gain[1], line.name))
+
+
+def short(gpu: str) -> str:
+    """Return H100 for NVIDIA H100 80GB HBM3."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def _key(where: Workload) -> Key | None:
+    """Model, preset without its layers, and label; None for a workload that is no headline."""
+    label = where.label.removesuffix(runs.EARLIER)
+    if where.busy or where.ranks > 1 or where.build:
+        return None
+    if where.model == OWN_STEP:
+        return where.model, "", label
+    own = published.of_model(where.model)
+    presets = own.headlines if own else ("bench",)
+    return (where.model, stem(where.preset), "") if stem(where.preset) in presets and not label else None
+
+
+def _names(key: Key) -> tuple[str, str, str]:
+    model, preset, label = key
+    own = published.of_model(model)
+    if model == OWN_STEP:
+        name = label.removesuffix("-build")
+        return STEPS.get(name, name), "", ""
+    if own is None:
+        return model, "", ""
+    title = published.title_of(model, preset)
+    return title, own.headlines.get(preset, ""), own.submitted or "" if title == own.title else ""
+
+
+def _of_rows(key: Key, rows: list[Row], root: Path) -> Headline:
+    """The graph with most hosts, of several the one with the largest gain."""
+    by_variant: dict[str, list[Row]] = defaultdict(list)
+    newest = max(rows, key=lambda row: row.newest.run.begin_utc)
+    for row in rows:
+        # Of several bases the one with most runs comes first.
+        is_first = not any(row.workload == other.workload for other in by_variant[row.variant])
+        if is_first and (not row.workload.label.endswith(runs.EARLIER) or _same_kernels(row, newest)):
+            by_variant[row.variant].append(row)
+    made = {name: _gpus(own) for name, own in by_variant.items() if own}
+
+    def rank(name):
+        hosts = [host for own in made[name] for host in own.hosts]
+        return len(hosts), plain.geometric_mean([host.ratio for host in hosts])
+
+    variant = max(made, key=rank)
+    folder = Path("examples", "steps") if key[0] == OWN_STEP else Path(key[0])
+    return Headline(*_names(key), variant, root / folder / "README.md", made[variant])
+
+
+def _gpus(rows: list[Row]) -> tuple[OnGpu, ...]:
+    """The hosts by type of GPU; of a type that held several numbers of layers, the number with most hosts."""
+    found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        found[short(row.workload.gpu)][row.workload.preset].append(row)
+    own = [_on_gpu(gpu, max(each.values(), key=_num_hosts)) for gpu, each in found.items()]
+    return tuple(sorted(own, key=lambda one: (-len(one.hosts), one.gpu)))
+
+
+def _on_gpu(gpu: str, rows: list[Row]) -> OnGpu:
+    hosts = {host.host: host for row in rows for host in row.hosts}
+    points = [point for row in rows for point in row.timed]
+    alone = [size for point in points if (size := point.judged.alone_bytes(point.name))]
+    run = max((point.run for point in points), key=lambda run: run.begin_utc)
+    return OnGpu(gpu, tuple(hosts.values()), max(alone, default=None), run)
+
+
+def _num_hosts(rows: list[Row]) -> int:
+    return sum(len(row.hosts) for row in rows)
+
+
+def _same_kernels(row: Row, newest: Row) -> bool:
+    own, other = (one.newest.judged.build.variants[one.base].profile.kernels for one in (row, newest))
+    return own is not None and other is not None and abs(own - other) <= SAME_KERNELS * other
+
+
+def _of_archive(found: runs.Found, known: set[Key]) -> list[Headline]:
+    """Headlines of presets that only the archive has."""
+    grouped: dict[Key, dict[str, list]] = defaultdict(dict)
+    for where, hosts in found.archived.items():
+        key = _key(where)
+        if key is not None and key not in known and not where.label:
+            grouped[key][short(where.gpu)] = hosts
+    lines = []
+    for key, by_gpu in grouped.items():
+        best: tuple[tuple[int, float], str, tuple[OnGpu, ...]] | None = None
+        for name in sorted({name for hosts in by_gpu.values() for host in hosts for name in host.ms}):
+            if name.startswith("graph"):
+                gpus = _archived_gpus(by_gpu, name)
+                means = [host for own in gpus for host in own.hosts]
+                rank = len(means), plain.geometric_mean([host.ratio for host in means])
+                best = max(best or (rank, name, gpus), (rank, name, gpus), key=lambda each: each[0])
+        if best is not None:
+            folder = next(host.folder for hosts in by_gpu.values() for host in hosts)
+            lines.append(Headline(*_names(key), best[1], folder, best[2]))
+    return lines
+
+
+def _archived_gpus(by_gpu: dict[str, list], name: str) -> tuple[OnGpu, ...]:
+    own = []
+    for gpu, hosts in by_gpu.items():
+        both = [host for host in hosts if name in host.ms and "eager" in host.ms]
+        means = tuple(HostMeans(host.boot, host.ms["eager"], host.ms[name], True) for host in both)
+        peak = max((host.reserved_bytes.get(name, 0) for host in both), default=0)
+        own += [OnGpu(gpu, means, peak or None, None)] if means else []
+    return tuple(sorted(own, key=lambda one: -len(one.hosts)))
+
+
+def bands(lines: Sequence[Headline]) -> dict[str, list[Headline]]:
+    """Return "always", "sometimes", "never" -> the workloads that gain over LARGE on each host, on some, or nowhere."""
+    found: dict[str, list[Headline]] = {"always": [], "sometimes": [], "never": []}
+    for line in lines:
+        low, high = line.gain
+        found["always" if low >= LARGE else "never" if high < SMALL else "sometimes"].append(line)
+    return found

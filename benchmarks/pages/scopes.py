@@ -1,0 +1,73 @@
+"""Megatron's scopes of CUDA graphs beside this repository's variants, as a table with what was measured."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import runs
+from benchmarks.files.facts import stem
+from benchmarks.pages import headlines, tables
+from benchmarks.runs import Found
+from common.text import in_markdown
+
+
+class Scope(NamedTuple):
+    """What Megatron captures under a setting, what stays eager, and the variant here that captures the same part."""
+
+    impl: str
+    scope: str
+    captured: str
+    eager: str
+    model: str
+    variant: str
+
+
+TE, CHUNK = "transformer_engine", "any, granularity chunk"
+SCOPES = (
+    Scope(TE, "attn", "norm, attention, residual", "all else of the layer", "moe", "graph_attn"),
+    Scope(TE, "attn, moe_router", "also norm and router", "order of the rows, experts", "moe", "graph_attn_router"),
+    Scope(
+        *(TE, "attn, moe_router, moe_preprocess", "also the order of the rows", "exchange, experts"),
+        *("moe", "graph_attn_router_preprocess"),
+    ),
+    Scope(TE, "moe", "experts with a padded capacity", "embedding, loss, optimizer", "moe", "graph_moe_padded"),
+    Scope(TE, "whole layers", "dense layers", "embedding, loss, optimizer", "gpt3", "graph_layer_te"),
+    Scope("local", "whole layers", "dense layers", "embedding, loss, optimizer", "llama2_lora", "graph_layer"),
+    Scope(CHUNK, "one microbatch", "a chunk of the model", "optimizer", "llama31", "graph_microbatch"),
+    Scope("full_iteration", "all microbatches", "forward, backward", "optimizer", "llama31", "graph_fwd_bwd"),
+    Scope(
+        *("full_iteration, optimizer_cuda_graph", "the step", "also the optimizer", "the batch's copy"),
+        *("llama31", "graph_step"),
+    ),
+)
+
+
+def markdown(found: Found, page: Path, argument: str = "") -> str:
+    """The table; a cell for each workload that measured the variant."""
+    lines = []
+    for scope in SCOPES:
+        here = f"[{scope.model}](../{scope.model}/README.md) `{scope.variant}`"
+        measured = "<br>".join(_measured(found, page, scope)) or "not measured"
+        lines.append([*scope[:4], here, measured])
+    return tables.markdown(["Impl", "Scope", "In the graphs", "Eager", "Here", "Measured"], lines)
+
+
+def _measured(found, page, scope):
+    texts = []
+    for row in runs.on_gpus(found.rows):
+        where = row.workload
+        is_plain = not where.busy and not where.build and stem(where.preset) in ("bench", "qwen3_share")
+        if (where.model, row.variant) == (scope.model, scope.variant) and is_plain and row.gain_range:
+            link = tables.linked(where.name, row, page)
+            texts.append(f"{link} {tables.two(row.gain_range, 'x')}, {_hosts(len(row.hosts), where.gpu)}")
+    if texts:
+        return texts
+    for where, hosts in found.archived.items():
+        own = [host for host in hosts if scope.variant in host.ms]
+        if (where.model, where.preset, where.label, where.busy) == (scope.model, "bench", "", 0) and own:
+            gains = [host.ms["eager"] / host.ms[scope.variant] for host in own if "eager" in host.ms]
+            texts.append(f"{tables.two((min(gains), max(gains)), 'x')}, {_hosts(len(own), where.gpu)}, archived")
+    return texts
+
+
+def _hosts(number: int, gpu: str) -> str:
+    return f"{runs.NUMBER_WORDS.get(number, f'{number} hosts')} ({in_markdown(headlines.short(gpu))})"
