@@ -1,4 +1,4 @@
-"""The rate of each step by hand, from a count in a dict, as nanoGPT has it: a graph trains with that of its capture."""
+"""A rate of each step by hand, from a count in a dict, as nanoGPT sets it: a graph keeps one (pytorch/pytorch 106802)."""
 
 import math
 
