@@ -15,7 +15,7 @@ from benchmarks.judge import judged
 from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, words
 from tests.helpers.made_run import made_run, write
 
-REPORT = (ROOT / "benchmarks" / "pages" / "report.html.j2").read_text()
+PAGE_STYLE = (ROOT / "benchmarks" / "pages" / "web" / "page.css").read_text()
 WANDERING = [18.0, 19.0, 20.0, 21.0]
 
 
@@ -151,7 +151,7 @@ def test_a_users_step_and_each_moe_have_their_names(tmp_path):
 
 def test_colours_are_those_of_the_page_of_a_run():
     for kind, colour in style.KINDS.items():
-        assert f"--{kind}: {colour};" in REPORT and f"--{kind}: {style.DARK[colour]};" in REPORT
+        assert f"--{kind}: {colour};" in PAGE_STYLE and f"--{kind}: {style.DARK[colour]};" in PAGE_STYLE
 
 
 def test_the_grid_lies_below_the_marks(several):
