@@ -104,6 +104,10 @@ function reach(made, where, label, points, choose = () => {}) {
 function blocks(where, own) {
   const {lines, cycles, busy} = own, most = 1.08 * Math.max(...lines.flatMap(line => line.y));
   const begins = cycles.map((cycle, place) => place && cycles[place - 1] === cycle ? -1 : place).filter(at => at >= 0);
+  const ticks = made => {
+    const each = Math.ceil(26 * begins.length * devicePixelRatio / made.bbox.width);
+    return begins.filter((_, index) => index % each === 0);
+  };
   const processes = Math.max(0, ...busy);
   key(where, lines);
   if (processes) key(where, [{label: `shaded: beside ${processes} busy processes`}]);
@@ -121,14 +125,14 @@ function blocks(where, own) {
   const made = chart(box, [cycles.map((_, place) => place), ...values], {
     scales: {x: {time: false, range: [-0.7, cycles.length - 0.3]}, y: {range: [0, most]}},
     axes: [
-      {label: "cycle", size: 22, splits: () => begins, space: 22, values: (_, at) => at.map(place => cycles[place] + 1), grid: {show: false}},
+      {label: "cycle", size: 22, splits: ticks, space: 22, values: (_, at) => at.map(place => cycles[place] + 1), grid: {show: false}},
       {values: (_, at) => at.map(ms => `${+ms.toPrecision(6)} ms`), size: 66},
     ],
     series: lines.map(line => ({
       stroke: () => color(line.color), width: 1, spanGaps: true,
       points: {show: true, size: 6, fill: () => color(line.color)},
     })),
-    hooks: {drawClear: [shade]},
+    hooks: {drawClear: [shade]}, height: width => Math.min(300, 180 + 0.15 * width),
   });
   const points = lines.flatMap(line => line.x.map((place, index) => ({
     x: place, y: line.y[index], text: `${line.name}, cycle ${cycles[place] + 1}: ${digits(line.y[index])} ms`,
@@ -141,7 +145,7 @@ function blocks(where, own) {
 function timelines(where, lines) {
   const longest = Math.max(...lines.map(line => line.length));
   lines.forEach((line, index) => {
-    add(where, "div", line.text, {class: "faint"});
+    add(where, "div", line.text, {class: "faint over"});
     const draw = made => {
       const at = ms => made.valToPos(ms, "x", true), {top, height} = made.bbox;
       made.ctx.fillStyle = color("band");
