@@ -4,6 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const charts = [];
 const color = name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const inMs = (_, at) => at.map(ms => `${+ms.toPrecision(6)} ms`);
 const digits = ms => ms >= 100 ? ms.toFixed(1) : ms >= 1 ? ms.toFixed(2) : ms.toFixed(3);
 
 function add(where, tag, text = "", attributes = {}) {
@@ -51,9 +52,10 @@ function chart(where, values, {
 addEventListener("resize", () => charts.forEach(each => each.fit()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(each => each.redraw()));
 
-// Names points of a chart, sorted by x, as {x, y, text}: under the pointer, or by arrow keys. Enter or a click chooses one.
+// Names points of a chart, {x, y, text} sorted by x: under the pointer, or by arrow keys. Enter or a click chooses one.
 function reach(made, where, label, points, choose = () => {}) {
-  const ring = add(made.over, "div", "", {class: "ring"}), tip = add(made.over, "div", "", {class: "tip", role: "status"});
+  const ring = add(made.over, "div", "", {class: "ring"});
+  const tip = add(made.over, "div", "", {class: "tip", role: "status"});
   let at = -1;
   const place = each => [made.valToPos(each.x, "x"), made.valToPos(each.y, "y")];
   const show = index => {
@@ -118,15 +120,18 @@ function blocks(where, own) {
   });
   const shade = made => {
     made.ctx.fillStyle = color("band");
-    const {top, height} = made.bbox, at = place => made.valToPos(place, "x", true);
-    busy.forEach((number, place) => number && made.ctx.fillRect(at(place - 0.5), top, at(place + 0.5) - at(place - 0.5) + 1, height));
+    const {top, height} = made.bbox, at = place => made.valToPos(place - 0.5, "x", true);
+    busy.forEach((number, place) => number && made.ctx.fillRect(at(place), top, at(place + 1) - at(place) + 1, height));
   };
   const box = add(where, "div", "", {class: "chart"});
   const made = chart(box, [cycles.map((_, place) => place), ...values], {
     scales: {x: {time: false, range: [-0.7, cycles.length - 0.3]}, y: {range: [0, most]}},
     axes: [
-      {label: "cycle", size: 22, splits: ticks, space: 22, values: (_, at) => at.map(place => cycles[place] + 1), grid: {show: false}},
-      {values: (_, at) => at.map(ms => `${+ms.toPrecision(6)} ms`), size: 66},
+      {
+        label: "cycle", size: 22, splits: ticks, space: 22, grid: {show: false},
+        values: (_, at) => at.map(place => cycles[place] + 1),
+      },
+      {values: inMs, size: 66},
     ],
     series: lines.map(line => ({
       stroke: () => color(line.color), width: 1, spanGaps: true,
@@ -151,13 +156,15 @@ function timelines(where, lines) {
       made.ctx.fillStyle = color("band");
       made.ctx.fillRect(at(0), top, at(line.length) - at(0), height);
       made.ctx.fillStyle = color(line.color);
-      for (const [begin, end] of line.spans) made.ctx.fillRect(at(begin), top, Math.max(0.2, at(end) - at(begin)), height);
+      for (const [begin, end] of line.spans) {
+        made.ctx.fillRect(at(begin), top, Math.max(0.2, at(end) - at(begin)), height);
+      }
     };
     const is_last = index === lines.length - 1;
     const box = add(where, "div", "", {role: "img", "aria-label": `busy intervals of ${line.name}`});
     chart(box, [[0, longest], [null, null]], {
       scales: {x: {time: false, range: [0, longest]}, y: {range: [0, 1]}},
-      axes: [{show: is_last, grid: {show: false}, size: 22, values: (_, at) => at.map(ms => `${+ms.toPrecision(6)} ms`)}, {show: false}],
+      axes: [{show: is_last, grid: {show: false}, size: 22, values: inMs}, {show: false}],
       series: [{}], hooks: {draw: [draw]}, padding: [2, 22, 0, 16],
       height: () => is_last ? 42 : 20,
     });

@@ -8,7 +8,8 @@ let marks = [], mine = 0;
 // Figure: gain by ceiling, on axes that are linear near 1x and logarithmic further out
 
 const gpus = [...new Set(data.marks.map(mark => data.rows[mark.row].gpu))].sort();
-const looks = gpus.map((gpu, index) => ({label: gpu, color: ["graph", "compile", "graph3", "eager"][index % 4], hollow: index % 2 === 1}));
+const COLORS = ["graph", "compile", "graph3", "eager"];
+const looks = gpus.map((gpu, index) => ({label: gpu, color: COLORS[index % 4], hollow: index % 2 === 1}));
 const ends = axis => {
   const all = [...data.marks.map(mark => mark[axis]), mine || 1];
   return [0.98 * Math.min(1, ...all), 1.1 * Math.max(1.2, ...all)];
@@ -16,15 +17,15 @@ const ends = axis => {
 // A tick stands so far from the one before that their texts do not touch.
 function ticks(made, index, least, most) {
   const kept = [], room = index ? 18 : 44, at = value => made.valToPos(value, index ? "y" : "x");
-  const wanted = TICKS.filter(value => value >= least && value <= most).sort((one, other) => (other === 1) - (one === 1) || one - other);
-  for (const value of wanted) if (kept.every(each => Math.abs(at(each) - at(value)) >= room)) kept.push(value);
+  const wanted = TICKS.filter(value => value >= least && value <= most);
+  for (const value of [1, ...wanted]) if (kept.every(each => Math.abs(at(each) - at(value)) >= room)) kept.push(value);
   return kept.sort((one, other) => one - other);
 }
 
 function drawMine(made) {
   if (!mine) return;
-  const {ctx} = made, x = made.valToPos(mine, "x", true), y = made.valToPos(mine, "y", true), size = 7 * devicePixelRatio;
-  const {top, height, left, width} = made.bbox;
+  const {ctx, bbox: {top, height, left}} = made, size = 7 * devicePixelRatio;
+  const x = made.valToPos(mine, "x", true), y = made.valToPos(mine, "y", true);
   ctx.save();
   ctx.strokeStyle = ctx.fillStyle = color("ink");
   ctx.lineWidth = devicePixelRatio;
@@ -38,8 +39,10 @@ function drawMine(made) {
   ctx.fillRect(-size / 2, -size / 2, size, size);
   ctx.rotate(-Math.PI / 4);
   ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
-  ctx.textAlign = x > left + width / 2 ? "right" : "left";
-  ctx.fillText("your step", x > left + width / 2 ? -size : size, -size);
+  // Left of the line there is room, but at the very edge.
+  const is_left = x > left + 12 * size;
+  ctx.textAlign = is_left ? "right" : "left";
+  ctx.fillText("your step", is_left ? -size : size, -size);
   ctx.restore();
 }
 
@@ -54,7 +57,8 @@ const figure = data.marks.length ? chart(part("figure"), figureValues(), {
   series: [
     {stroke: () => color("ink"), width: 1.5, spanGaps: true, points: {show: false}},
     ...looks.map(look => ({paths: () => null, points: {
-      show: true, size: 9, width: 2, stroke: () => color(look.color), fill: () => look.hollow ? color("paper") : color(look.color),
+      show: true, size: 9, width: 2,
+      stroke: () => color(look.color), fill: () => color(look.hollow ? "paper" : look.color),
     }})),
   ],
   hooks: {draw: [drawMine]},
@@ -90,8 +94,7 @@ const filters = FACETS.map(name => {
   select.addEventListener("change", update);
   return select;
 });
-const fits = row => filters.every((select, index) => select.value === "" || String(row[FACETS[index]]) === select.value);
-const counted = (number, of, word) => `${number} of ${of} ${word}`;
+const fits = row => filters.every(({id, value}) => value === "" || String(row[id]) === value);
 
 function update() {
   const rows = data.rows.filter(fits);
@@ -107,7 +110,8 @@ function update() {
     cells.forEach(cell => add(own, "td", cell));
   }
   part("count").textContent = rows.length
-    ? `${counted(rows.length, data.rows.length, "rows")}, ${counted(marks.length, data.marks.length, "points")}` : "No row is like this.";
+    ? `${rows.length} of ${data.rows.length} rows, ${marks.length} of ${data.marks.length} points`
+    : "No row is like this.";
   redraw();
 }
 
@@ -130,15 +134,17 @@ function compare() {
   const far = mark => Math.abs(Math.log(mark.x / most));
   const near = is_step ? [...marks].sort((one, other) => far(one) - far(other)).slice(0, NEIGHBOURS) : [];
   part("said").textContent = is_step
-    ? `A graph of your step can gain ${times(Math.max(1, most))} at most.${near.length ? " Measured steps nearest to it:" : ""}`
+    ? `A graph of your step can gain ${times(Math.max(1, most))} at most.`
+      + (near.length ? " Measured steps nearest to it:" : "")
     : is_typed ? "The GPU cannot be busy for longer than the step takes."
     : part("step").value + part("busy").value === "" ? "" : "Type both times in ms, above 0.";
   part("near").hidden = !near.length;
   part("neighbours").replaceChildren();
   for (const mark of near) {
     const own = add(part("neighbours"), "tr"), row = data.rows[mark.row];
-    [row.cells[0], row.variant, row.cells[2], times(mark.x), `${mark.y.toFixed(3)}x`, digits(mark.base), digits(mark.busy)]
-      .forEach((cell, index) => add(own, "td", cell, index === 1 || index === 2 ? {class: "text"} : {}));
+    const numbers = [times(mark.x), `${mark.y.toFixed(3)}x`, digits(mark.base), digits(mark.busy)];
+    for (const text of [row.cells[0], row.variant, row.cells[2]]) add(own, "td", text, {class: "text"});
+    for (const number of numbers) add(own, "td", number);
     link(add(own, "td", "", {class: "text"}), data.runs[mark.run], "file");
   }
 }
