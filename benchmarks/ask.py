@@ -48,7 +48,6 @@ class Options:
     out: str | None = None
     label: str | None = None
     share_memory: bool = False
-    report: bool = False
     limit_s: float = 600.0
     nnodes: int = 1
     launch: str | None = None

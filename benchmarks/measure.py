@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import ROOT, command, report, run, script, statistics
+from benchmarks import ROOT, command, run, script, statistics
 from benchmarks.ask import Options
 from benchmarks.command import Mistake, amount, count, positive
 from benchmarks.files import facts
@@ -295,10 +295,7 @@ def measure(args: argparse.Namespace) -> int:
     if found == WRONG and status != NO_CAPTURE and not is_seen:
         status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
     if not args.quick:
-        try:
-            print(command.shown(report.write(path, findings=said, verdict=sentence)))
-        except OSError as error:
-            print(f"no page about the run: {error.strerror}")
+        print(run.page_line(path, said, sentence))
     print(sentence)
     return status
 

@@ -6,52 +6,39 @@
 The page is one file without a link to anything, readable on a phone, light and dark.
 """
 
-import math
 import sys
-from collections import Counter
 from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader
 
 from benchmarks import command, statistics
 from benchmarks.files import run_file
 from benchmarks.files.facts import Run
 from benchmarks.judge import Judged, judged
+from benchmarks.pages import web
 from benchmarks.pages.run_table import build_title, cells_of, milliseconds, on_a_cpu, rates
 from common.files import write_text
-from common.text import lines
 
-TEMPLATE = "report.html.j2"
 WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}
-# Tints of a kind's color, for several variants of a kind.
-NUM_TINTS = 4
 
 
 def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
     """Return the page of a run, with the doctor's findings, and a verdict in the place of that of the run's numbers."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "pages"),
-        autoescape=True,
-        finalize=lambda value: lines(value) if isinstance(value, str) else value,
-    )
     gpus = sorted({gpu.name for gpu in run.host.gpus})
     builds = judged(run)
-    facts = {
-        "run": run,
-        "machine": f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.cores or '?'} cores",
-        "findings": findings,
-        "verdict": verdict or (on_a_cpu(builds.values()) if run.device == "cpu" else ""),
-        "builds": [_build(name, own) for name, own in builds.items()],
-    }
-    return environment.get_template(TEMPLATE).render(facts)
+    data = [{"blocks": web.blocks(own), "timelines": _timelines(own)} for own in builds.values()]
+    return web.page(
+        "report.html.j2",
+        ["report.js"],
+        {"builds": data},
+        run=run,
+        machine=f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.cores or '?'} cores",
+        findings=findings,
+        verdict=verdict or (on_a_cpu(builds.values()) if run.device == "cpu" else ""),
+        builds=[_build(name, own) for name, own in builds.items()],
+    )
 
 
 def _build(name: str, own: Judged) -> dict:
-    rows = [_row(own, each) for each in own.build.variants if own.passed(each) and own.blocks(each)]
-    tints: Counter[str] = Counter()
-    for row in rows:
-        row["color"] = "control" if row["kind"] == "control" else f"{row['kind']}{tints[row['kind']] % NUM_TINTS}"
-        tints[row["kind"]] += 1
+    rows = [_row(own, each) for each in web.timed(own)]
     best = max((row for row in rows if row["is_graph"]), key=lambda row: row["low"], default=None)
     return {
         "title": build_title(name, own.build.fields),
@@ -61,8 +48,6 @@ def _build(name: str, own: Judged) -> dict:
         "faults": [(each, verdict) for each, verdict in own.verdicts.items() if verdict.reason],
         "why": _why(own, best["name"] if best else ""),
         "rates": rates(own),
-        "series": _series(own, rows),
-        "timelines": [line for row in rows if (line := _timeline(own, row))],
     }
 
 
@@ -120,51 +105,22 @@ def _why(own: Judged, best: str) -> dict | None:
     return {"bars": bars, "text": text, "issue": issue if issue_ms else ""}
 
 
-def _series(own: Judged, rows: list[dict]) -> dict:
-    """Mean step of each variant's blocks in the order of time, as points of a chart of 600 x 220."""
-    blocks = {row["name"]: own.build.variants[row["name"]].blocks for row in rows}
-    order = sorted({(block.cycle, block.place) for each in blocks.values() for block in each})
-    if not order:
-        return {}
-    step = 535 / max(1, len(order) - 1)
-    where = {place: 60 + index * step for index, place in enumerate(order)}
-    top = 1.05 * max(block.mean_ms for each in blocks.values() for block in each)
-    drawn = []
-    for row in rows:
-        points = sorted((where[(b.cycle, b.place)], 200 - 185 * b.mean_ms / top) for b in blocks[row["name"]])
-        text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        drawn.append({"label": row["cells"]["variant"], "points": points, "text": text, "color": row["color"]})
-    unit = 10 ** math.floor(math.log10(top))
-    tick = next(unit * factor for factor in (5, 2, 1, 0.5) if unit * factor <= top / 1.5)
-    marks = [{"y": 200 - 185 * n * tick / top, "text": f"{n * tick:g}"} for n in range(1, int(top / tick) + 1)]
-    busy = {cycle.cycle: cycle.busy_processes for cycle in own.build.cycles if cycle.busy_processes}
-    shades = [[x for (cycle, _), x in where.items() if cycle == number] for number in busy]
-    return {
-        "lines": drawn,
-        "marks": marks,
-        "shades": [(min(xs) - step / 2, max(xs) - min(xs) + step) for xs in shades if xs],
-        "busy": max(busy.values(), default=0),
-    }
-
-
-def _timeline(own: Judged, row: dict) -> dict | None:
-    """Busy intervals of one profiled step, as rectangles of a strip 600 wide."""
-    profile = own.build.variants[row["name"]].profile
-    length_us, busy_ms, ms = profile.timeline_step_us, own.busy_ms(row["name"]), own.ms(row["name"])
-    spans = [each for each in profile.timeline_us if len(each) == 2 and 0 <= each[0] <= each[1]]
-    if row["kind"] == "control" or not length_us or not spans:
-        return None
-    longest = max(each.profile.timeline_step_us or 0.0 for each in own.build.variants.values())
-    text = f"{row['name']}: {row['cells']['ms']} ms"
-    if busy_ms and ms:
-        text += f", the GPU is idle for {100 * max(0.0, 1 - busy_ms / ms):.0f} % of it"
-    return {
-        "text": f"{text} ({milliseconds(length_us / 1e3)} ms under the profiler, as drawn)",
-        "color": row["color"],
-        "label": row["name"],
-        "spans": [(start / longest * 600, (end - start) / longest * 600) for start, end in spans],
-        "width": length_us / longest * 600,
-    }
+def _timelines(own: Judged) -> list[dict]:
+    """Busy intervals in ms of one profiled step of each variant, as charts.js draws them."""
+    found = []
+    for name, color in web.timed(own).items():
+        profile, busy_ms, ms = own.build.variants[name].profile, own.busy_ms(name), own.ms(name)
+        spans = [each for each in profile.timeline_us if len(each) == 2 and 0 <= each[0] <= each[1]]
+        if name == own.run.control or not profile.timeline_step_us or not spans:
+            continue
+        length_ms = profile.timeline_step_us / 1e3
+        text = f"{name}: {milliseconds(ms)} ms"
+        if busy_ms and ms:
+            text += f", the GPU is idle for {100 * max(0.0, 1 - busy_ms / ms):.0f} % of it"
+        text += f" ({milliseconds(length_ms)} ms under the profiler, as drawn)"
+        in_ms = [[round(end / 1e3, 4) for end in span] for span in spans]
+        found.append({"name": name, "text": text, "color": color, "length": length_ms, "spans": in_ms})
+    return found
 
 
 def write(path: Path, out: Path | None = None, findings: str = "", verdict: str = "") -> Path:

@@ -7,7 +7,8 @@
 
 A run takes about three minutes on a GPU. It checks that all variants train alike (parity), captures them, measures
 cycles of blocks, base first and last, profiles each variant, and checks parity once more on the graphs that were timed.
-Facts are on disk as they come; after a kill the same command goes on. At the end stands one file, which never changes.
+Facts are on disk as they come; after a kill the same command goes on. At the end stands one file, which never changes,
+and beside it a page about the run for a browser, whose path is printed last.
 
 Exit status: 0 when every variant passed, ran out of memory or is unsupported here and something was timed; 1
 otherwise; 2 for a mistake on the command line; 130 after Ctrl-C.
@@ -84,7 +85,6 @@ def parse(argv=None) -> Options:
     add("--out", metavar="DIR", help="root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)")
     add("--label", metavar="WORD", type=_label, help="ends the folder's name (made of flags after --)")
     add("--share-memory", action="store_true", help="eager steps in the graphs' memory, as where both do not fit")
-    add("--report", action="store_true", help="a page about the run beside its file, for a browser")
     add("--limit-s", metavar="S", type=amount, default=600.0, help="a worker that is silent for so long hangs (600)")
     launch.add_arguments(parser)
     args, unknown = parser.parse_known_args(own)
@@ -263,10 +263,19 @@ def _measure_one(asked, args) -> tuple[Run, Path | None]:
     run = run_file.read(path)
     took = f"({time.monotonic() - start:.0f} s)"
     _say(f"\n{run_table.report(run)}\n{shown(path)}  {took}")
-    if args.report:
-        _say(str(shown(write_page(path))))
+    # Of a user's own step benchmarks.measure writes the page, with its verdict.
+    if asked.model != OWN_STEP:
+        _say(page_line(path))
     _say("")
     return run, path
+
+
+def page_line(path: Path, findings: str = "", verdict: str = "") -> str:
+    """Write the page about a run beside its file; return the page's path, or why there is none, as a line."""
+    try:
+        return str(shown(write_page(path, findings=findings, verdict=verdict)))
+    except OSError as error:
+        return f"no page about the run: {error.strerror}"
 
 
 class Suite:

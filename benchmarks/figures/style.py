@@ -15,7 +15,7 @@ from common.text import lines, printable
 
 DPI = 120
 INK, FAINT, BAND, GRID = "#222222", "#666666", "#e9eef3", "#e4e4e4"
-# A colour for each kind of variant, as on the page of a run (pages/report.html.j2).
+# A colour for each kind of variant, as on the page of a run (pages/web/page.css).
 KINDS = {"eager": "#6e6e6e", "graph": "#1b6ca8", "compile": "#b3541e"}
 # A marker for each type of GPU.
 MARKS = "oDs^vPh*"

@@ -192,7 +192,7 @@ def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_pa
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(measure.report, "write", full)
+    monkeypatch.setattr(measure.run, "write_page", full)
     assert measure.main(["--step", str(tmp_path / "my_step.py")]) == measure.FASTER
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "no page about the run: No space left on device" and lines[-1].startswith("Faster")

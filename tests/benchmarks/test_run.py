@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import run
+from benchmarks import ROOT, run
 from benchmarks.files import partial, run_file
 from benchmarks.files.facts import Reruns
 from benchmarks.processes import supervisor
@@ -85,13 +85,21 @@ def test_steps_that_ran_again_are_counted_in_the_timed_part_of_each_block(sound)
 
 
 def test_the_printed_table(sound):
-    done, _ = sound
+    done, out = sound
     assert "quiet cycles:" in done.stdout and "beside 1 busy processes:" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("graph_") and ":" not in line]
     assert len(rows) == 2 * 4
     for row in rows:
         assert float(row[1]) / float(row[2]) == pytest.approx(float(row[3].rstrip("x")), rel=0.02)
-    assert max(len(line) for line in done.stdout.splitlines() if ".json" not in line) <= 100
+    assert max(len(line) for line in done.stdout.splitlines() if f"{out}" not in line) <= 100
+
+
+def test_the_last_line_names_a_page_about_the_run(sound):
+    done, out = sound
+    (path,) = out.rglob("*.json")
+    page = ROOT / done.stdout.split()[-1]
+    assert page.samefile(path.with_suffix(".html"))
+    assert "On a CPU this shows that the variants train alike." in page.read_text()
 
 
 def test_liars_are_named_with_what_they_did(tmp_path):

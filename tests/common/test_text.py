@@ -1,13 +1,14 @@
 """Text of others: no command of a terminal, no link and no markup of its own, wherever it is shown."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import command, compare, overview, plot, report, runs
+from benchmarks import command, compare, overview, plot, report, runs, site
 from benchmarks.files import run_file
 from benchmarks.pages import run_table
 from common.text import in_markdown, lines, printable, prose_without_folders
@@ -83,11 +84,12 @@ def test_a_run_of_others_is_text_on_every_page(tmp_path, capsys):
     pages = overview.page_of(found, tmp_path / "overview.md")
     unescaped = pages.replace("\\[", "").replace("\\]", "")
     assert "javascript:" in pages and "](javascript" not in unescaped and "<" not in pages.replace("<br>", "")
-    html = report.page_of(run)
+    html, every = report.page_of(run), site.page_of(found, tmp_path / "site.html")
     plot.draw(found, tmp_path)
     drawn = [(tmp_path / f"{name}.svg").read_text() for name in ("ceiling", "hosts")]
-    assert all(line.isprintable() for text in (pages, html, *drawn) for line in text.splitlines())
-    assert all(tag not in text for text in (html, *drawn) for tag in ("<script", "<b>", "<i>"))
+    assert all(line.isprintable() for text in (pages, html, every, *drawn) for line in text.splitlines())
+    assert all(tag not in text for text in (html, every, *drawn) for tag in ("<script>|", "<b>", "<i>"))
+    assert "javascript:" in every and not re.search("href=[^>]*javascript", every)
     assert compare.main([str(tmp_path)]) == 0
     assert report.main([str(path)]) == 0
     assert "\x1b" in run_table.report(run) and not command.exit_status("p", lambda: print(run_table.report(run)))

@@ -16,8 +16,8 @@ from benchmarks.pages import headlines
 from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, texts, words
 from tests.helpers.made_run import made_run, write
 
-REPORT = (ROOT / "benchmarks" / "pages" / "report.html.j2").read_text()
 GPUS = ("H100", "H200")
+PAGE_STYLE = (ROOT / "benchmarks" / "pages" / "web" / "page.css").read_text()
 WANDERING = [18.0, 19.0, 20.0, 21.0]
 
 
@@ -160,7 +160,7 @@ def test_steps_of_users_and_models_without_a_submission_have_their_names(tmp_pat
 
 def test_colours_are_those_of_the_page_of_a_run():
     for kind, colour in style.KINDS.items():
-        assert f"--{kind}: {colour};" in REPORT and f"--{kind}: {style.DARK[colour]};" in REPORT
+        assert f"--{kind}: {colour};" in PAGE_STYLE and f"--{kind}: {style.DARK[colour]};" in PAGE_STYLE
 
 
 def test_the_grid_lies_below_the_marks(several):

@@ -1,4 +1,4 @@
-"""A rate of each step by hand, from a count in a dict, as nanoGPT sets it: a graph keeps one (pytorch/pytorch 106802)."""
+"""A rate by hand, from a count in a dict, as nanoGPT sets it: a graph keeps one (pytorch/pytorch 106802)."""
 
 import math
 
