@@ -43,6 +43,10 @@ class Parallel:
             )
         return Ranks(world_size // each, self.tp, self.pp, self.cp)
 
+    def require_ranks(self, world_size: int) -> None:
+        """ValueError where a run of `world_size` processes does not hold whole copies of the model."""
+        self.ranks(world_size)
+
     def world_sizes(self) -> dict[str, int]:
         """Return the numbers of ranks that a run takes: multiple_of and at_most of `common.config.needs`."""
         return {"multiple_of": self.tp * self.pp * self.cp}
@@ -56,6 +60,29 @@ def require_divisible(flag: str, size: int, by: str, count: int) -> int:
     if size % count:
         raise ValueError(f"{flag} {size} is not divisible by {by} {count}")
     return size // count
+
+
+def require_split(sizes: dict[str, int], tp: int, share: int = 1) -> None:
+    """Check that tensor ranks can split widths, which a share without ranks divides already.
+
+    Args:
+        sizes: Flag -> width of the whole model.
+        tp: Value of --tp.
+        share: Value of --share-tp.
+
+    Raises:
+        ValueError: A width is not divisible by tp x share; the text names the flag to change, and its largest value
+            that divides all of them.
+    """
+    flag, by, count, other = "--tp", f"--tp {tp}", tp, 1
+    if share > 1:
+        flag, by, count, other = "--share-tp", f"--share-tp {share} x --tp {tp} = {share * tp}", share, tp
+    common = math.gcd(*sizes.values())
+    for name, size in sizes.items():
+        if size % (share * tp):
+            fits = [each for each in range(1, min(count, 4096) + 1) if common % (each * other) == 0]
+            more = f": take {flag} {fits[-1]}" if fits else ""
+            raise ValueError(f"{name} {size} is not divisible by {by}{more}")
 
 
 @dataclass(frozen=True)
