@@ -37,9 +37,10 @@ class Parallel:
         require_fields(self, ("tp", "pp", "cp"), lambda size: size >= 1, "a number from 1 up")
         each = self.tp * self.pp * self.cp
         if world_size % each:
+            given = [f"--{name} {getattr(self, name)}" for name in ("tp", "pp", "cp") if getattr(self, name) > 1]
             raise ValueError(
-                f"--tp {self.tp} --pp {self.pp} --cp {self.cp} need a multiple of {each} ranks, this run has "
-                f"{world_size}: change one of them or torchrun --nproc-per-node"
+                f"{' '.join(given)} need{'s' * (len(given) == 1)} a multiple of {each} ranks, this run has "
+                f"{world_size}: change that or torchrun --nproc-per-node"
             )
         return Ranks(world_size // each, self.tp, self.pp, self.cp)
 
