@@ -284,7 +284,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         reset=state.reset,
         evaluate=state.evaluate,
         finish=state.finish,
-        items=config.tokens,
+        items=config.tokens / config.tp,
         unit="tokens",
         flops=flops_per_step(config),
         flops_convention=CAUSAL_HALF,

@@ -61,8 +61,10 @@ def test_a_mistake_on_the_command_line(command, told):
     "command, told",
     [
         (["moe.train", "--preset", "tiny", "--ep", "2"], "--ep 2 needs as many ranks, this run has 1"),
-        (["llama31.train", "--preset", "tiny", "--tp", "2"], "need a multiple of 2 ranks, this run has 1"),
-        (["gpt3.train", "--preset", "tiny_pp"], "need a multiple of 2 ranks, this run has 1"),
+        (["llama31.train", "--preset", "tiny", "--tp", "2"], "--tp 2 needs a multiple of 2 ranks, this run has 1"),
+        (["llama2_lora.train", "--tp", "2", "--cp", "2"], "--tp 2 --cp 2 need a multiple of 4 ranks, this run has 1"),
+        (["llama2_lora.train", "--preset", "tiny", "--tp", "4"], "--kv-heads 2 is not divisible by --tp 4: take --tp"),
+        (["gpt3.train", "--preset", "tiny_pp"], "--pp 2 needs a multiple of 2 ranks, this run has 1"),
         (["llama31.train", "--preset", "tiny", "--pp", "4"], "--layers 2: takes a multiple of --pp 4"),
         (["gpt3.train", "--preset", "tiny", "--pp", "4"], "--layers 2 is not divisible by --pp x --chunks 4"),
     ],
