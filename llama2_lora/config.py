@@ -17,8 +17,8 @@ MLPERF_LR, RANDOM_LR = 5e-4, 2e-5
 MAX_DOCUMENTS = 16
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "rank", "batches")
 _COUNTS += ("min_steps", "amax_history", "tp", "cp")
-# Adapters that all tensor ranks have alike; of the others each has a part.
-ALIKE = ("qkv.a", "proj.b")
+# Adapters that are the same on all tensor ranks; each rank has a shard of the others.
+REPLICATED = ("qkv.a", "proj.b")
 # Sizes that tensor ranks split among them.
 _SPLIT = ("heads", "kv_heads", "ffn", "vocab")
 
@@ -27,7 +27,7 @@ _SPLIT = ("heads", "kv_heads", "ffn", "vocab")
 class Config(Parallel, Timing):
     """Llama 2 70B with LoRA adapters on attention's q k v and output projections. A step trains on one sequence.
 
-    Widths and sequence are the whole model's. `own` has those of one tensor rank; `tokens` are one context rank's.
+    Widths and sequence are the whole model's. `shard` has those of one tensor rank; `tokens` are one context rank's.
     """
 
     layers: int = option(80, "transformer layers")
@@ -99,23 +99,23 @@ class Config(Parallel, Timing):
         if self.pp != 1:
             raise ValueError(f"--pp {self.pp}: takes 1, this model has no pipeline; take --tp or --cp")
         require_split({f"--{name.replace('_', '-')}": getattr(self, name) for name in _SPLIT}, self.tp)
-        own = self.own
-        if any(width % 16 for width in (self.hidden, own.ffn, own.q_width, own.qkv_width)):
+        shard = self.shard
+        if any(width % 16 for width in (self.hidden, shard.ffn, shard.q_width, shard.qkv_width)):
             by = f", divided by --tp {self.tp}," if self.tp > 1 else ""
             raise ValueError(
                 f"--hidden, --ffn, --heads x --head-dim and --kv-heads x --head-dim{by} take multiples of 16"
             )
 
     @property
-    def own(self) -> "Config":
+    def shard(self) -> "Config":
         """The config with the widths of one tensor rank: heads, ffn and vocabulary divided by tp."""
         if self.tp == 1:
             return self
-        own = copy.copy(self)  # not checked again
+        shard = copy.copy(self)  # not checked again
         for name in _SPLIT:
-            object.__setattr__(own, name, getattr(self, name) // self.tp)
-        object.__setattr__(own, "tp", 1)
-        return own
+            object.__setattr__(shard, name, getattr(self, name) // self.tp)
+        object.__setattr__(shard, "tp", 1)
+        return shard
 
     @property
     def tokens(self) -> int:
@@ -156,7 +156,7 @@ class Config(Parallel, Timing):
     def adapters(self) -> dict[str, tuple[int, int]]:
         """Trainable matrices of a layer: name -> shape. y += (alpha / rank) dropout(x) a^T b^T.
 
-        First those of ALIKE, then the others.
+        First those of REPLICATED, then the others.
         """
         return {
             "qkv.a": (self.rank, self.hidden),

@@ -28,7 +28,7 @@ def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, kind as in `element_bytes`) of tensors that all handwritten layers share, and of those that each
     layer always keeps: x and the adapters' a.
     """
-    c, s = config.own, config.tokens
+    c, s = config.shard, config.tokens
     wide = max(c.hidden, c.q_width)
     shapes = {
         "operand": ((s * wide,), "operand"),
@@ -64,7 +64,7 @@ def items(config: Config) -> dict[str, int]:
 
     transpose: its matrices transposed, as FP8 GEMMs read them in the backward, for the whole run.
     """
-    c, s = config.own, config.tokens
+    c, s = config.shard, config.tokens
     return {
         "qkv": 2 * s * c.qkv_width,
         "attention": 2 * s * c.q_width + 4 * s * c.heads,  # with the logarithms of the sums, FP32
@@ -76,7 +76,7 @@ def items(config: Config) -> dict[str, int]:
 
 def built_sizes(config: Config) -> list[int]:
     """Bytes of each tensor that a run allocates once, whatever layers keep."""
-    c = config.own
+    c = config.shard
     sizes = [rows * columns * element_bytes(c, "operand") for rows, columns in c.matrices.values()] * c.layers
     sizes += [2 * c.hidden] * (2 * c.layers + 1) + [2 * c.vocab * c.hidden] * 2
     # The adapters: values and gradients in bf16; gradient, master and two moments in FP32.
@@ -89,7 +89,7 @@ def built_sizes(config: Config) -> list[int]:
 
 def fixed_bytes(config: Config) -> int:
     """Bytes that torch reserves whatever layers keep: all that is built, and the memory of attention and libraries."""
-    c = config.own
+    c = config.shard
     keys, padding = c.tokens, 128 * MAX_DOCUMENTS
     if c.cp > 1:
         # The keys that two runs of queries see; each run has its own part of a document.
@@ -162,14 +162,14 @@ def require(config: Config, available_bytes: int | None) -> None:
 
 def host_bytes(config: Config) -> int:
     """Bytes of a run on a CPU: fixed ones, the rotating windows, and plain attention's scores of all pairs."""
-    c = config.own
+    c = config.shard
     windows = c.batches * c.tokens * (3 * 8 + 4)
     return fixed_bytes(c) + windows + PLAIN_ATTENTION_COPIES * 4 * c.heads * c.tokens * c.sequence
 
 
 def _require_indexable(config):
     """Kernels count the elements of a tensor in 32 bits."""
-    c = config.own
+    c = config.shard
     width, name = max((2 * c.ffn, "ffn"), (c.vocab, "vocab"), (c.qkv_width, "heads"), (c.hidden, "hidden"))
     if c.tokens * width >= 2**31:
         raise ValueError(

@@ -58,8 +58,8 @@ class State:
         # Everything that can be refused comes before weights are read or made.
         require_kind(kind, config, device)
         self.plan = plan.make_plan(config) if kind == "handwritten" else None
-        part = self.place.tensor_rank, config.tp
-        checkpoint = open_checkpoint(config.checkpoint, config, part=part) if config.checkpoint else None
+        shard = self.place.tensor_rank, config.tp
+        checkpoint = open_checkpoint(config.checkpoint, config, shard=shard) if config.checkpoint else None
         self.notes = checkpoint.notes if checkpoint else []
         # Names of the groups of ranks that share a window, and of those that each have their own.
         groups = make_groups(self.ranks, device.type)
@@ -83,7 +83,7 @@ class State:
         self.reset()
 
     def _make_stack(self, formats, weights):
-        config, inputs = self.config.own, {**self.inputs.buffers, "weights": self.weights_of_tokens}
+        config, inputs = self.config.shard, {**self.inputs.buffers, "weights": self.weights_of_tokens}
         if self.kind != "handwritten":
             return ModuleStack(self.kind, config, weights, self.adapters, inputs)
         attention = attention_for(config, self.device)
@@ -98,7 +98,7 @@ class State:
         self.adapters.grads.zero_()
         self.adapters.main_grad.zero_()
         self.adam.reset()
-        # Tensor ranks have the same tokens, and the same masks where they have the same tensor.
+        # Tensor ranks have the same tokens, and the same masks for q k v's adapter.
         self.stack.reset(self.rank // self.config.tp * RANK_STEPS % 2**30)
         self.losses.zero_()
         self.grad_norms.zero_()
@@ -125,16 +125,16 @@ class State:
     def reduce_gradients(self) -> None:
         """The gradients' sum over the ranks that share a layer and a window, and their mean over windows."""
         if self.config.tp > 1:
-            self.tensor.sum_(self.adapters.alike(self.adapters.main_grad))
+            self.tensor.sum_(self.adapters.replicated(self.adapters.main_grad))
         if self.config.cp > 1:
             collectives.all_reduce_sum_(self.adapters.main_grad, self.context)
         if self.ranks.dp > 1:
             collectives.all_reduce_mean_(self.adapters.main_grad, self.data)
 
     def _reduce_norm(self, norm):
-        """Adapters that all tensor ranks have alike count once."""
-        alike = [self.adapters.alike(self.adapters.main_grad)] if self.tensor.rank else []
-        reduce_norm_(norm, self.tensor.group, alike)
+        """Make the norm that of all tensor ranks' gradients. Replicated ones count once."""
+        uncounted = [self.adapters.replicated(self.adapters.main_grad)] if self.tensor.rank else []
+        reduce_norm_(norm, self.tensor.group, uncounted)
 
     def keep_loss(self, index: int):
         """Copy loss and gradient norm of step `index` to their history, before a replay overwrites them."""

@@ -31,8 +31,8 @@ class HandwrittenStack:
     loss. keeps: names of what layer 0, 1, ... keeps. operators, attention: classes for this device, or functions that
     make them. loss: FP32, 0-d, this rank's part of the last step's loss. Gradients go to adapters.grads.
 
-    With --tp config has this rank's widths (Config.own), and `tensor` are the ranks that share the layers: where they
-    have summands of a tensor, tensor.sum_ adds these up. Gradients of Adapters.alike are summands, too, which
+    With --tp config has this rank's widths (Config.shard), and `tensor` are the ranks that share the layers: where they
+    have summands of a tensor, tensor.sum_ adds these up. Gradients of Adapters.replicated are summands, too, which
     State.reduce_gradients adds up.
     """
 
@@ -139,7 +139,7 @@ class HandwrittenStack:
         self.operators.norm(gain=self.weights.norms[layer][1], operand=operand, slot=slot, **sources)
 
     def _proj_key(self, layer):
-        """Each tensor rank has its columns of attention's output, and a mask of its own for them."""
+        """The key of the projection's mask: tensor ranks have other columns of its input, and other masks."""
         return dropout_key(layer + self.tensor.rank * self.config.layers, PROJ)
 
     def _residual(self, layer):

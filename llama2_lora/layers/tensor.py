@@ -1,9 +1,9 @@
 """Tensor parallelism (--tp): the collectives of the ranks that share each layer.
 
-Every rank has all tokens and the residual stream, alike, and the matrices' parts of llama2_lora/weights/shards.py. Such
-a part of a row-parallel matrix gives a summand of its output, one of a column-parallel matrix a summand of its input's
-gradient: `sum_` adds them up over the ranks, four times a layer. There is no sequence parallelism: norms are computed
-on every rank.
+Tokens and residual stream are the same on every rank; matrices are sharded (llama2_lora/weights/shards.py). A shard of
+a row-parallel matrix gives a summand of its output, a shard of a column-parallel matrix a summand of its input's
+gradient: `sum_` adds these up over the ranks, four times a layer. There is no sequence parallelism: every rank computes
+all norms.
 """
 
 import torch
@@ -33,12 +33,15 @@ class TensorRanks:
             self.sum_(out)
 
     def cross_entropy(self, logits, targets, weights, losses) -> None:
-        """As Operators.cross_entropy, of logits [s, rows] of this rank's part of the vocabulary; losses are alike."""
+        """As Operators.cross_entropy, from logits [s, V / ranks] of this rank's part of the vocabulary.
+
+        losses are the same on all ranks.
+        """
         largest = logits.amax(1).float()
         collectives.all_reduce_max_(largest, self.group)
         shifted = logits.float().sub_(largest[:, None])
         rows, inside = own_rows(targets, logits.shape[1], self.group)
-        # A comparison with all columns, since scattering by an index is a host read in some deterministic kernels.
+        # Compared with all columns: some deterministic kernels that scatter by an index read it on the host.
         is_target = (torch.arange(logits.shape[1], device=logits.device) == rows[:, None]) & inside[:, None]
         of_target = torch.where(is_target, shifted, 0.0).sum(1)
         powers = shifted.exp_()

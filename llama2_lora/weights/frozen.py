@@ -32,7 +32,7 @@ class RandomWeights:
     """The weights of a `llama_checkpoint.Checkpoint`, drawn on the device: normal, those that add to the residual
     stream divided by sqrt(2 layers), and the embedding with unit variance. Each method draws anew.
 
-    rank: tensor rank whose parts they are. Matrices are drawn whole, so that every split trains the same model.
+    rank: tensor rank whose shards they are. Matrices are drawn whole, so that every split trains the same model.
     """
 
     def __init__(self, config: Config, device, rank: int = 0, seed: int = 1):
@@ -56,7 +56,7 @@ class RandomWeights:
 
     def _normal(self, name, shape, std):
         whole = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
-        return shards.part_of(self._config, name, whole.normal_(0.0, std, generator=self._generator), self._rank)
+        return shards.shard_of(self._config, name, whole.normal_(0.0, std, generator=self._generator), self._rank)
 
 
 class FrozenWeights:
@@ -69,7 +69,7 @@ class FrozenWeights:
         self, config: Config, formats: Formats, device, source=None, rank: int = 0, group: str = collectives.ALONE
     ):
         source = source or RandomWeights(config, device, rank)
-        config = config.own
+        config = config.shard
         self.config, self.formats, self.device, self._group = config, formats, device, group
         # All that stays is allocated first. Between bf16 weights that come and go it would leave holes in the
         # allocator's segments, 1.8 GiB in all 80 layers.

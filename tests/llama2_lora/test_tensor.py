@@ -13,7 +13,7 @@ from common.training.parallel import collectives
 from common.variant import Unsupported
 from llama2_lora import plan, train
 from llama2_lora import state as states
-from llama2_lora.config import ALIKE, PRESETS, Config, flops_per_step, layer_weights
+from llama2_lora.config import PRESETS, REPLICATED, Config, flops_per_step, layer_weights
 from llama2_lora.kernels.operators import dropout_key
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.handwritten import QKV
@@ -74,8 +74,8 @@ def trained(config, precision):
     precision, main, *_ = PRECISIONS[precision]
     state = make_state(replace(config, precision=precision), main)
     losses, norms, _ = follow_eager(state, STEPS)
-    alike = state.adapters.alike(state.adam.masters[0])
-    return losses, norms, state.evaluate(), alike.double().sum().item(), alike.abs().max().item()
+    replicated = state.adapters.replicated(state.adam.masters[0])
+    return losses, norms, state.evaluate(), replicated.double().sum().item(), replicated.abs().max().item()
 
 
 def tp2():
@@ -87,12 +87,12 @@ def assert_close(ours, theirs, losses, norms):
     assert ours[1] == pytest.approx(theirs[1], rel=norms)
 
 
-@pytest.mark.parametrize("names", ["fp32,fp8", pytest.param("fp8_fp32,bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", ["fp32,fp8_fp32", pytest.param("bf16,fp8", marks=pytest.mark.slow)])
 def test_two_ranks_of_a_layer_train_as_one_process_does(names, monkeypatch):
     monkeypatch.setenv("PRECISIONS", names)
     torch.use_deterministic_algorithms(False)
     first, second = gloo_ranks.run(__name__, "tp2", 2)
-    assert first == second  # also in all bits of the adapters that both have alike
+    assert first == second  # also in the sum of the replicated adapters
     for name, ours in zip(names.split(","), first, strict=True):
         assert_close(ours, trained(CALM, name), *PRECISIONS[name][2:])
         assert len(set(ours[0])) == STEPS
@@ -157,7 +157,7 @@ def gradients():
     for layer in state.adapters.layers:
         for name, shape in state.config.adapters.items():
             whole = torch.randn(shape, generator=generator) * 0.05
-            layer[name].copy_(shards.part_of(state.config, name, whole, state.tensor.rank))
+            layer[name].copy_(shards.shard_of(state.config, name, whole, state.tensor.rank))
     state.load_window(0)
     train.forward_and_backward(state)
     state.adapters.collect()
@@ -188,11 +188,11 @@ def exact():
         return torch.randint(-4, 5, shape, generator=generator).float()
 
     def own(name, *shape):
-        return shards.part_of(config, name, integers(*shape), rank)
+        return shards.shard_of(config, name, integers(*shape), rank)
 
     def own_columns(rows, name):
         """Part of a tensor [s, outputs of a column-parallel matrix]."""
-        return shards.part_of(config, name, integers(rows, config.matrices[name][0]).t(), rank).t()
+        return shards.shard_of(config, name, integers(rows, config.matrices[name][0]).t(), rank).t()
 
     weights, c, s, work = state.stack.weights.layers[layer], config, config.sequence, stack.work
     for name, shape in c.matrices.items():
@@ -239,7 +239,7 @@ def collected(state, name, part):
     every = rows.new_empty(state.tensor.size * len(rows), rows.shape[1])
     collectives.all_gather_into_(every, rows, state.tensor.group)
     parts = every.chunk(state.tensor.size)
-    return (torch.cat(parts) if name == "proj.a" else shards.joined(state.config, name, list(parts))).t()
+    return (torch.cat(parts) if name == "proj.a" else shards.unsharded(state.config, name, list(parts))).t()
 
 
 def test_gemms_of_two_ranks_are_one_process_bit_for_bit_where_no_sum_rounds():
@@ -258,8 +258,8 @@ def test_parts_of_a_matrix_join_to_it():
     parts = [RandomWeights(config, CPU, rank) for rank in range(2)]
     expected, *layers = (source.layer(0) for source in (whole, *parts))
     for name in config.matrices:
-        assert [tuple(each[name].shape) for each in layers] == [config.own.matrices[name]] * 2
-        assert torch.equal(shards.joined(config, name, [each[name] for each in layers]), expected[name])
+        assert [tuple(each[name].shape) for each in layers] == [config.shard.matrices[name]] * 2
+        assert torch.equal(shards.unsharded(config, name, [each[name] for each in layers]), expected[name])
     # The first rank has the first heads of q, of k and of v, and the first columns of gate and up.
     q, k = TINY.q_width, TINY.kv_width
     rows = [*range(q // 2), *range(q, q + k // 2), *range(q + k, q + k + k // 2)]
@@ -281,12 +281,12 @@ def test_a_rank_reads_its_share_of_a_checkpoint(tmp_path, monkeypatch):
     config, whole = replace(TINY, tp=2), open_checkpoint(folder, TINY).layer(1)
     assert sum(num_elements) == layer_weights(TINY) + 2 * TINY.hidden
     num_elements.clear()
-    layers = [open_checkpoint(folder, TINY, part=(rank, 2)).layer(1) for rank in range(2)]
+    layers = [open_checkpoint(folder, TINY, shard=(rank, 2)).layer(1) for rank in range(2)]
     assert sum(num_elements) == layer_weights(TINY) + 2 * 2 * TINY.hidden
     for name in config.matrices:
-        assert torch.equal(shards.joined(config, name, [each[name] for each in layers]), whole[name])
+        assert torch.equal(shards.unsharded(config, name, [each[name] for each in layers]), whole[name])
     assert all(torch.equal(each["norm1"], whole["norm1"]) for each in layers)
-    every = [open_checkpoint(folder, TINY, part=part) for part in ((0, 1), (0, 2), (1, 2))]
+    every = [open_checkpoint(folder, TINY, shard=shard) for shard in ((0, 1), (0, 2), (1, 2))]
     for name in ("embedding", "head"):
         alone, *parts = (getattr(each, name)() for each in every)
         assert torch.equal(torch.cat(parts), alone)
@@ -300,7 +300,7 @@ def loaded():
         part = matrix.value.view(torch.uint8)
         every = part.new_empty(state.tensor.size * part.shape[0], part.shape[1])
         collectives.all_gather_into_(every, part, state.tensor.group)
-        joined = shards.joined(state.config, name, list(every.chunk(state.tensor.size)))
+        joined = shards.unsharded(state.config, name, list(every.chunk(state.tensor.size)))
         found[name] = joined.tolist(), matrix.inverse.item()
     return found, state.finish()
 
@@ -329,7 +329,7 @@ def masks():
     return found
 
 
-def test_ranks_drop_alike_what_they_have_alike():
+def test_ranks_share_the_masks_of_replicated_tensors_alone():
     first, second = gloo_ranks.run(__name__, "masks", 2)
     assert first[0] == second[0] and first[1] != second[1]
 
@@ -337,12 +337,12 @@ def test_ranks_drop_alike_what_they_have_alike():
 def test_sizes_are_those_of_a_ranks_part():
     whole = PRESETS["full"]
     config = replace(whole, tp=8)
-    assert (config.own.heads, config.own.kv_heads, config.own.ffn, config.own.vocab) == (8, 1, 3584, 4000)
-    assert config.ranks(16).dp == 2 and config.own.own == config.own
-    assert layer_weights(config.own) == layer_weights(whole) / 8
+    assert (config.shard.heads, config.shard.kv_heads, config.shard.ffn, config.shard.vocab) == (8, 1, 3584, 4000)
+    assert config.ranks(16).dp == 2 and config.shard.shard == config.shard
+    assert layer_weights(config.shard) == layer_weights(whole) / 8
     assert flops_per_step(config) == flops_per_step(whole) / 8
     trained = math.prod(config.adapters["qkv.a"]) + math.prod(config.adapters["proj.b"])
-    assert sum(math.prod(config.own.adapters[name]) for name in ALIKE) == trained
+    assert sum(math.prod(config.shard.adapters[name]) for name in REPLICATED) == trained
     # x and the residual stream are whole on each rank, weights are not.
     least = [plan.make_plan(each, "least").bytes for each in (whole, config)]
     assert least[0] / 6 < least[1] < least[0] / 3

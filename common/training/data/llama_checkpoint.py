@@ -34,13 +34,13 @@ class Llama(Protocol):
 class Checkpoint:
     """Tensors of a folder that fits a config. Made by `open_checkpoint`; methods return new bf16 CPU tensors.
 
-    tied: the head is the embedding. notes: for people, on layers that are left out. part: (rank, ranks), where ranks
+    tied: the head is the embedding. notes: for people, on layers that are left out. shard: (rank, ranks), where ranks
     share each matrix: sizes of outputs and inputs below are then divided by their number, and only this rank's share is
     read. A method raises ValueError in one line where a file has changed since it was opened.
     """
 
-    def __init__(self, config: Llama, files: dict, tied: bool, notes: list[str], part: tuple[int, int] = (0, 1)):
-        self._config, self._files, self.tied, self.notes, self._part = config, files, tied, notes, part
+    def __init__(self, config: Llama, files: dict, tied: bool, notes: list[str], shard: tuple[int, int] = (0, 1)):
+        self._config, self._files, self.tied, self.notes, self._shard = config, files, tied, notes, shard
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """The weights of layer `index`.
@@ -69,7 +69,7 @@ class Checkpoint:
 
     def _read(self, shapes, dim):
         """This rank's parts of tensors {name: shape}, split along `dim` (None: whole), below each other."""
-        rank, ranks = self._part if dim is not None else (0, 1)
+        rank, ranks = self._shard if dim is not None else (0, 1)
         parts = {name: [slice(size) for size in shape] for name, shape in shapes.items()}
         for name, part in parts.items():
             size = shapes[name][dim or 0] // ranks
@@ -82,13 +82,13 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    folder, config: Llama, rope_scaling: dict | None = None, part: tuple[int, int] = (0, 1)
+    folder, config: Llama, rope_scaling: dict | None = None, shard: tuple[int, int] = (0, 1)
 ) -> Checkpoint:
     """Check a checkpoint against the config: config.json, names and shapes of all tensors, byte ranges of all files.
 
     A checkpoint of more layers than the config takes is read up to the config's. rope_scaling: Llama 3.1's, where the
-    model has it. part: (rank, ranks) that share its matrices. ValueError in one line that names --checkpoint, what does
-    not fit, and the flags that would.
+    model has it. shard: as in Checkpoint. ValueError in one line that names --checkpoint, what does not fit, and the
+    flags that would.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -106,7 +106,7 @@ def open_checkpoint(
         for parts in _layer_shapes(config, index).values():
             shapes.update(parts)
     hugging_face.require_tensors(folder, entries, shapes)
-    return Checkpoint(config, {name: entries[name] for name in shapes}, tied, notes, part)
+    return Checkpoint(config, {name: entries[name] for name in shapes}, tied, notes, shard)
 
 
 def _layer_shapes(config, index):
