@@ -26,6 +26,7 @@ and --describe take a tenth of a second. The worker evaluates `graphs`, `replays
 
 import ast
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -285,6 +286,8 @@ def parse(
         argv: command line; the process's unless given.
         facts: parity_variables, sweeps, presets_need: see `common.config.describe`. require: require(args) raises a
             ValueError where they cannot run on any device; `build` comes later, when the ranks have met.
+
+    A config that has require_ranks(world_size) raises a ValueError there where this process's ranks do not fit.
     """
     with command_line.mistakes_in_one_line(model):
         found = scan([f"{model}.train", *(f"{model}.{each}" for each in files)])
@@ -292,8 +295,10 @@ def parse(
             _alias_main(model)
     require = facts.pop("require", None)
     args = command_line.parse(model, config_class, presets, found, argv, about(found, builds) | facts)
-    if require is not None:
-        with command_line.mistakes_in_one_line(model):
+    with command_line.mistakes_in_one_line(model):
+        if argv is None and hasattr(args.config, "require_ranks"):
+            args.config.require_ranks(int(os.environ.get("WORLD_SIZE", "1")))
+        if require is not None:
             require(args)
     return args
 

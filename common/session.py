@@ -12,7 +12,6 @@ import functools
 import gc
 import importlib
 import math
-import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from common.measuring.marks import mark, section
 from common.script import by_hand
 from common.text import printed_as_text
 from common.training.parallel import collectives
-from common.training.parallel.groups import Parallel
 from common.variant import Capture, Refused, Unsupported, complete_variant
 
 __all__ = ["Model", "mark", "section", "session"]
@@ -139,7 +137,7 @@ def session(args: Arguments, build):
     The exit status is that of EXIT_STATUS, 1 where the run failed, and 2 for a mistake in the arguments, which is one
     line on stderr. With --doctor it is the doctor's. build: as of `Model`.
     """
-    with printed_as_text(), mistakes_in_one_line(args.model), process_group(args.config) as (device, rank, world_size):
+    with printed_as_text(), mistakes_in_one_line(args.model), process_group() as (device, rank, world_size):
         model = Model(args, build, device, rank, world_size)
         if args.run.worker:
             from common.measuring import worker
@@ -162,11 +160,8 @@ def session(args: Arguments, build):
 
 
 @contextlib.contextmanager
-def process_group(config):
+def process_group():
     """(device, rank, ranks) of this process, in a process group where torchrun started several."""
-    if isinstance(config, Parallel):
-        # Before any rank waits for the others.
-        config.ranks(int(os.environ.get("WORLD_SIZE", "1")))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     rank, local_rank, world_size = collectives.init(kind)
     try:

@@ -1,10 +1,11 @@
 """Llama 2 70B LoRA: what can be set, the presets, and counts that follow from them (no torch here)."""
 
+import copy
 import math
 from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training.parallel.groups import Ranks
+from common.training.parallel.groups import Parallel, require_split
 
 # Tensors that a layer quantises (llama2_lora/kernels/scaling.py).
 FORWARD_SCALES = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")
@@ -15,12 +16,19 @@ MLPERF_LR, RANDOM_LR = 5e-4, 2e-5
 # Documents in a window. Padding counts as a document.
 MAX_DOCUMENTS = 16
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "rank", "batches")
-_COUNTS += ("min_steps", "amax_history", "cp")
+_COUNTS += ("min_steps", "amax_history", "tp", "cp")
+# Adapters that are the same on all tensor ranks; each rank has a shard of the others.
+REPLICATED = ("qkv.a", "proj.b")
+# Sizes that tensor ranks split among them.
+_SPLIT = ("heads", "kv_heads", "ffn", "vocab")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Timing):
-    """Llama 2 70B with LoRA adapters on attention's q k v and output projections. A step trains on one sequence."""
+class Config(Parallel, Timing):
+    """Llama 2 70B with LoRA adapters on attention's q k v and output projections. A step trains on one sequence.
+
+    Widths and sequence are the whole model's. `shard` has those of one tensor rank; `tokens` are one context rank's.
+    """
 
     layers: int = option(80, "transformer layers")
     hidden: int = option(8192, "hidden size")
@@ -30,7 +38,8 @@ class Config(Timing):
     ffn: int = option(28672, "feed-forward width, of the gate and of the up projection each")
     vocab: int = option(32000, "rows of embedding and head")
     sequence: int = option(8192, "tokens in a window")
-    cp: int = option(1, "ranks that share each window (context parallelism)")
+    tp: int = option(1, "ranks that share each layer (tensor parallelism), in handwritten layers")
+    cp: int = option(1, "ranks that share each window (context parallelism), in handwritten layers")
     rank: int = option(16, "rank of the adapters")
     alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank")
     dropout: float = option(0.1, "probability that the adapters drop an element of their input")
@@ -87,8 +96,26 @@ class Config(Timing):
             raise ValueError(f"--sequence {self.sequence}: takes a multiple of 16{by}")
         if self.head_dim & (self.head_dim - 1) or self.head_dim < 2:
             raise ValueError(f"--head-dim {self.head_dim}: takes a power of two, 64 or 128 in models of this kind")
-        if any(width % 16 for width in (self.hidden, self.ffn, self.q_width, self.qkv_width)):
-            raise ValueError("--hidden, --ffn, --heads x --head-dim and --kv-heads x --head-dim take multiples of 16")
+        if self.pp != 1:
+            raise ValueError(f"--pp {self.pp}: takes 1, this model has no pipeline; take --tp or --cp")
+        require_split({f"--{name.replace('_', '-')}": getattr(self, name) for name in _SPLIT}, self.tp)
+        shard = self.shard
+        if any(width % 16 for width in (self.hidden, shard.ffn, shard.q_width, shard.qkv_width)):
+            by = f", divided by --tp {self.tp}," if self.tp > 1 else ""
+            raise ValueError(
+                f"--hidden, --ffn, --heads x --head-dim and --kv-heads x --head-dim{by} take multiples of 16"
+            )
+
+    @property
+    def shard(self) -> "Config":
+        """The config with the widths of one tensor rank: heads, ffn and vocabulary divided by tp."""
+        if self.tp == 1:
+            return self
+        shard = copy.copy(self)  # not checked again
+        for name in _SPLIT:
+            object.__setattr__(shard, name, getattr(self, name) // self.tp)
+        object.__setattr__(shard, "tp", 1)
+        return shard
 
     @property
     def tokens(self) -> int:
@@ -101,15 +128,6 @@ class Config(Timing):
         if self.lr >= 0:
             return self.lr
         return MLPERF_LR if self.checkpoint else RANDOM_LR
-
-    def ranks(self, world_size: int) -> Ranks:
-        """Sizes of the groups of `world_size` processes. ValueError if that is no multiple of --cp."""
-        if world_size % self.cp:
-            raise ValueError(
-                f"--cp {self.cp} needs a multiple of {self.cp} ranks, this run has {world_size}: change it or torchrun "
-                "--nproc-per-node"
-            )
-        return Ranks(world_size // self.cp, cp=self.cp)
 
     @property
     def q_width(self) -> int:
@@ -136,12 +154,15 @@ class Config(Timing):
 
     @property
     def adapters(self) -> dict[str, tuple[int, int]]:
-        """Trainable matrices of a layer: name -> shape. y += (alpha / rank) dropout(x) a^T b^T."""
+        """Trainable matrices of a layer: name -> shape. y += (alpha / rank) dropout(x) a^T b^T.
+
+        First those of REPLICATED, then the others.
+        """
         return {
             "qkv.a": (self.rank, self.hidden),
+            "proj.b": (self.hidden, self.rank),
             "qkv.b": (self.qkv_width, self.rank),
             "proj.a": (self.rank, self.q_width),
-            "proj.b": (self.hidden, self.rank),
         }
 
 
@@ -194,7 +215,7 @@ FACTS = {
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": {"sequence": ["sequence"], "layers": ["layers"]},
     "presets_need": lambda preset, config: needs(
-        preset != "tiny", multiple_of=config.cp, submitted={"mlperf": (1, 8), "mlperf_cp8": (128, 4)}.get(preset)
+        preset != "tiny", **config.world_sizes(), submitted={"mlperf": (1, 8), "mlperf_cp8": (128, 4)}.get(preset)
     ),
 }
 
@@ -216,7 +237,7 @@ def num_parameters(config: Config) -> int:
 
 
 def flops_per_step(config: Config) -> float:
-    """Model FLOP that one rank computes in a step on its part of a window of s tokens.
+    """Model FLOP that one rank computes in a step, in its part of the layers and of a window of s tokens.
 
     Frozen weights have no gradient: 4 s W a layer and 4 s h V for the head instead of 6; attention 3 times its causal
     half, 2 s^2 q; the adapters 6 s P. Recomputed work is not counted. 2,517.7 TFLOP for 8192 tokens of the whole model.
@@ -224,4 +245,4 @@ def flops_per_step(config: Config) -> float:
     s = config.sequence
     layer = 4 * s * layer_weights(config) + 3 * 2 * s * s * config.q_width
     window = config.layers * layer + 4 * s * config.hidden * config.vocab + 6 * s * num_trainable(config)
-    return window / config.cp
+    return window / (config.tp * config.cp)

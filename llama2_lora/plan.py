@@ -28,7 +28,7 @@ def workspace(config: Config) -> dict[str, tuple[tuple[int, ...], str]]:
     """name -> (shape, kind as in `element_bytes`) of tensors that all handwritten layers share, and of those that each
     layer always keeps: x and the adapters' a.
     """
-    c, s = config, config.tokens
+    c, s = config.shard, config.tokens
     wide = max(c.hidden, c.q_width)
     shapes = {
         "operand": ((s * wide,), "operand"),
@@ -64,7 +64,7 @@ def items(config: Config) -> dict[str, int]:
 
     transpose: its matrices transposed, as FP8 GEMMs read them in the backward, for the whole run.
     """
-    c, s = config, config.tokens
+    c, s = config.shard, config.tokens
     return {
         "qkv": 2 * s * c.qkv_width,
         "attention": 2 * s * c.q_width + 4 * s * c.heads,  # with the logarithms of the sums, FP32
@@ -76,7 +76,7 @@ def items(config: Config) -> dict[str, int]:
 
 def built_sizes(config: Config) -> list[int]:
     """Bytes of each tensor that a run allocates once, whatever layers keep."""
-    c = config
+    c = config.shard
     sizes = [rows * columns * element_bytes(c, "operand") for rows, columns in c.matrices.values()] * c.layers
     sizes += [2 * c.hidden] * (2 * c.layers + 1) + [2 * c.vocab * c.hidden] * 2
     # The adapters: values and gradients in bf16; gradient, master and two moments in FP32.
@@ -89,7 +89,7 @@ def built_sizes(config: Config) -> list[int]:
 
 def fixed_bytes(config: Config) -> int:
     """Bytes that torch reserves whatever layers keep: all that is built, and the memory of attention and libraries."""
-    c = config
+    c = config.shard
     keys, padding = c.tokens, 128 * MAX_DOCUMENTS
     if c.cp > 1:
         # The keys that two runs of queries see; each run has its own part of a document.
@@ -104,6 +104,9 @@ def fixed_bytes(config: Config) -> int:
         # Keys and values of all ranks, as gathered and as attention takes them; their gradients in both forms, in bf16
         # and FP32.
         sizes += [2 * c.sequence * 2 * c.kv_width * factor for factor in (1, 2, 2, 4, 2, 1)] * 2
+    if config.tp > 1:
+        # The loss over all ranks' parts of the vocabulary: powers in FP32, targets as logical values and in FP32.
+        sizes += [c.tokens * c.vocab * factor for factor in (4, 1, 4)] * 2
     return memory_plan.reserved_bytes(built_sizes(config) + sizes) + LIBRARY_BYTES
 
 
@@ -129,6 +132,7 @@ def card(config: Config, kind: str, on_gpu: bool) -> list[str]:
     """Lines that say what runs; on a GPU with what handwritten layers keep. kind: of the layers."""
     model = f"{config.layers} of 80 layers of Llama 2 70B" if config.hidden == 8192 else "toy widths"
     of_window = f" of a window of {config.sequence}, which {config.cp} ranks share" if config.cp > 1 else ""
+    of_window += f" | {config.tp} ranks share each layer" if config.tp > 1 else ""
     lines = [
         f"{config.layers} layers, hidden {config.hidden}, heads {config.heads} ({config.kv_heads} groups), "
         f"ffn {config.ffn}: {model}",
@@ -158,17 +162,17 @@ def require(config: Config, available_bytes: int | None) -> None:
 
 def host_bytes(config: Config) -> int:
     """Bytes of a run on a CPU: fixed ones, the rotating windows, and plain attention's scores of all pairs."""
-    c = config
+    c = config.shard
     windows = c.batches * c.tokens * (3 * 8 + 4)
     return fixed_bytes(c) + windows + PLAIN_ATTENTION_COPIES * 4 * c.heads * c.tokens * c.sequence
 
 
 def _require_indexable(config):
     """Kernels count the elements of a tensor in 32 bits."""
-    c = config
+    c = config.shard
     width, name = max((2 * c.ffn, "ffn"), (c.vocab, "vocab"), (c.qkv_width, "heads"), (c.hidden, "hidden"))
     if c.tokens * width >= 2**31:
         raise ValueError(
-            f"--sequence {c.sequence} with {flag_of(name)} {getattr(c, name)}: takes fewer, a tensor of a layer has "
-            "2^31 elements at most"
+            f"--sequence {c.sequence} with {flag_of(name)} {getattr(config, name)}: takes fewer, a tensor of a layer "
+            "has 2^31 elements at most"
         )

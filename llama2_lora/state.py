@@ -14,6 +14,7 @@ from common.training.memory_fit import fewer_layers
 from common.training.memory_plan import GIB
 from common.training.optimizers.adam import MasterAdam
 from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
 from common.training.parallel.host_messages import of_all_ranks
@@ -27,6 +28,7 @@ from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.context import AcrossRanks, own_part
 from llama2_lora.layers.handwritten import HandwrittenStack
 from llama2_lora.layers.module_stack import ModuleStack
+from llama2_lora.layers.tensor import TensorRanks
 from llama2_lora.layers.transformer_engine import require_kind
 from llama2_lora.weights import adapters
 from llama2_lora.weights.frozen import FrozenWeights
@@ -56,38 +58,38 @@ class State:
         # Everything that can be refused comes before weights are read or made.
         require_kind(kind, config, device)
         self.plan = plan.make_plan(config) if kind == "handwritten" else None
-        checkpoint = open_checkpoint(config.checkpoint, config) if config.checkpoint else None
+        shard = self.place.tensor_rank, config.tp
+        checkpoint = open_checkpoint(config.checkpoint, config, shard=shard) if config.checkpoint else None
         self.notes = checkpoint.notes if checkpoint else []
         # Names of the groups of ranks that share a window, and of those that each have their own.
-        self.context, self.data = collectives.ALONE, ""
-        if config.cp > 1:
-            groups = make_groups(self.ranks, device.type)
-            self.context, self.data = groups.context, groups.data
+        groups = make_groups(self.ranks, device.type)
+        self.context, self.data, self.tensor = groups.context, groups.data, TensorRanks(groups.tensor)
         self.windows = open_windows(config, CACHE, self.place.data_rank, self.ranks.dp, HELD_OUT_WINDOWS)
         self.batches = [self._host_batch(self.windows.batch(index)) for index in range(config.batches)]
         self.inputs = StaticInputs({name: tensor.to(device, copy=True) for name, tensor in self.batches[0].items()})
         self.weights_of_tokens = torch.zeros(config.tokens, device=device)
         formats = Formats.of(config)
-        self.adapters = Adapters(config, formats.main, device)
-        weights = FrozenWeights(config, formats, device, checkpoint)
+        self.adapters = Adapters(config, formats.main, device, self.tensor.rank)
+        weights = FrozenWeights(config, formats, device, checkpoint, self.tensor.rank, self.tensor.group)
         if device.type == "cuda":
             # Quantising the weights leaves memory in the cache.
             torch.cuda.empty_cache()
         self.stack = self._make_stack(formats, weights)
         numbers = Hyperparameters(lr=config.learning_rate, **ADAM)
-        self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], numbers)
+        reduce_norm = self._reduce_norm if config.tp > 1 else None
+        self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], numbers, reduce_norm)
         self.losses = torch.zeros(self.num_losses, device=device)
         self.grad_norms = torch.zeros(self.num_losses, device=device)
         self.reset()
 
     def _make_stack(self, formats, weights):
-        config, inputs = self.config, {**self.inputs.buffers, "weights": self.weights_of_tokens}
+        config, inputs = self.config.shard, {**self.inputs.buffers, "weights": self.weights_of_tokens}
         if self.kind != "handwritten":
             return ModuleStack(self.kind, config, weights, self.adapters, inputs)
         attention = attention_for(config, self.device)
         if config.cp > 1:
             attention = partial(AcrossRanks, attention, group=self.context, rank=self.place.context_rank)
-        parts = self.plan.layers, operators_for(self.device), attention
+        parts = self.plan.layers, operators_for(self.device), attention, self.tensor
         return HandwrittenStack(config, formats, weights, self.adapters, inputs, *parts)
 
     def reset(self):
@@ -96,7 +98,8 @@ class State:
         self.adapters.grads.zero_()
         self.adapters.main_grad.zero_()
         self.adam.reset()
-        self.stack.reset(self.rank * RANK_STEPS % 2**30)
+        # Tensor ranks have the same tokens, and the same masks for q k v's adapter.
+        self.stack.reset(self.rank // self.config.tp * RANK_STEPS % 2**30)
         self.losses.zero_()
         self.grad_norms.zero_()
 
@@ -120,11 +123,18 @@ class State:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """The gradients' sum over the ranks that share a window, and their mean over windows."""
+        """The gradients' sum over the ranks that share a layer and a window, and their mean over windows."""
+        if self.config.tp > 1:
+            self.tensor.sum_(self.adapters.replicated(self.adapters.main_grad))
         if self.config.cp > 1:
             collectives.all_reduce_sum_(self.adapters.main_grad, self.context)
         if self.ranks.dp > 1:
             collectives.all_reduce_mean_(self.adapters.main_grad, self.data)
+
+    def _reduce_norm(self, norm):
+        """Make the norm that of all tensor ranks' gradients. Replicated ones count once."""
+        uncounted = [self.adapters.replicated(self.adapters.main_grad)] if self.tensor.rank else []
+        reduce_norm_(norm, self.tensor.group, uncounted)
 
     def keep_loss(self, index: int):
         """Copy loss and gradient norm of step `index` to their history, before a replay overwrites them."""
@@ -153,10 +163,14 @@ class State:
 
     def finish(self) -> list[str]:
         """Save the trained adapter. Returns a line that says so."""
-        folder = self.config.save_adapter
-        if not folder or self.rank:
+        folder, own = self.config.save_adapter, self.adam.masters[0]
+        if not folder:
             return []
-        adapters.save(folder, dict(self.adapters.named(self.adam.masters[0])), self.config)
+        every = own.new_empty(self.tensor.size * len(own))
+        collectives.all_gather_into_(every, own, self.tensor.group)
+        if self.rank:
+            return []
+        adapters.save(folder, dict(self.adapters.named_whole(every.chunk(self.tensor.size))), self.config)
         return [f"adapter after {int(self.adam.step_count)} steps saved in {folder}"]
 
     def named_state(self):

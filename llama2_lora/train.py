@@ -23,7 +23,8 @@ backward by hand, two functions that call kernels on buffers allocated once, all
 Captured:
     graph_layer   each layer's forward, and each layer's backward: 160 graphs for 80 layers, which share a memory pool
     graph_step    the loop body after the window's copy: one graph. On several ranks it ends with the backward
-    With --cp ranks communicate inside attention. The graphs of both variants include this communication.
+    With --cp ranks communicate inside attention, with --tp they add up their parts of a layer's sums. The graphs of
+    both variants include this communication.
 
 Not captured, and why:
     the window's copy          each window lies at another host address; a graph always reads the same addresses
@@ -73,10 +74,12 @@ Graphs of Transformer Engine's layers, torch.compile, and graphs without a pool 
     python -m llama2_lora.train --preset tiny --variant graph_layer
     python -m llama2_lora.train --preset bench --variant graph_layer --steps 20
 
-On several GPUs each trains on windows of its own (data parallel), or with --cp on a part of each window:
+On several GPUs each trains on windows of its own (data parallel), or with --cp on a part of each window, or with --tp
+on its part of each layer (layers/tensor.py):
 
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer --cp 2
+    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer --tp 2
 """
 
 from common.contract import Training, parse, variant
@@ -165,7 +168,7 @@ def update(state: State):
     """Reduce, clip and apply the adapters' gradients, make new FP8 scales."""
     with section("reduction"):
         state.adapters.collect()  # from bf16 grads to FP32 main_grad
-        state.reduce_gradients()  # sum over the ranks of a window, mean over windows
+        state.reduce_gradients()  # sum over the ranks of a layer and a window, mean over windows
     with section("optimizer"):
         state.adam.step()  # AdamW: clips, counts the step, updates FP32 masters, copies them to the adapters
         state.stack.update_scales()  # FP8 scales, from the largest magnitudes of this step
@@ -284,7 +287,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         reset=state.reset,
         evaluate=state.evaluate,
         finish=state.finish,
-        items=config.tokens,
+        items=config.tokens / config.tp,
         unit="tokens",
         flops=flops_per_step(config),
         flops_convention=CAUSAL_HALF,

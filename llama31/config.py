@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training.flops import Transformer
-from common.training.parallel.groups import Parallel, require_divisible
+from common.training.parallel.groups import Parallel, require_divisible, require_split
 from common.training.scope_rules import Setting, refuse
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
@@ -19,7 +19,9 @@ ROPE_SCALING = {
     "original_max_position_embeddings": 8192,
 }
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "microbatch")
-_COUNTS += ("microbatches", "share_tp", "share_cp", "batches", "min_steps", "tp", "pp", "cp")
+_COUNTS += ("microbatches", "share_cp", "batches", "min_steps", "tp", "pp", "cp")
+# The tensor-parallel size whose share `bench` is.
+_SUBMITTED_TP = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,11 @@ class Config(Parallel, Timing):
     microbatch: int = option(1, "sequences in a microbatch")
     microbatches: int = option(8, "microbatches in a step, accumulated into main_grad")
     ramp: str = option("", "numbers of microbatches that steps have in turn, such as 4,6,8 (empty: --microbatches)")
-    share_tp: int = option(8, "a tensor-parallel share without ranks: widths and vocabulary are divided by this too")
+    share_tp: int = option(
+        0,
+        "a tensor-parallel share without ranks: widths and vocabulary are divided by this too (0: by 8 / --tp, so that "
+        "ranks and share are the submission's 8)",
+    )
     share_cp: int = option(2, "a context-parallel share without ranks: the sequence is divided by this too")
     rope_theta: float = option(500000.0, "base of the rotary position embedding")
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
@@ -76,7 +82,7 @@ class Config(Parallel, Timing):
 
     def __post_init__(self):
         require_fields(self, _COUNTS, lambda value: value >= 1, "a number from 1 up")
-        require_fields(self, ("validate_every",), lambda value: value >= 0, "a number from 0 up")
+        require_fields(self, ("validate_every", "share_tp"), lambda value: value >= 0, "a number from 0 up")
         require_fields(self, ("lr",), lambda value: 0 <= value < math.inf, "a finite number from 0 up")
         require_fields(self, ("rope_theta", "norm_eps"), lambda value: 0 < value < math.inf, "a finite number above 0")
         for name in ("data", "checkpoint"):
@@ -85,9 +91,9 @@ class Config(Parallel, Timing):
             raise ValueError(f"--heads {self.heads}: takes a multiple of --kv-heads {self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"--head-dim {self.head_dim}: takes an even number")
-        split = self.share_tp * self.tp
-        for flag, size in (("--kv-heads", self.kv_heads), ("--ffn", self.ffn), ("--vocab", self.vocab)):
-            require_divisible(flag, size, f"--share-tp {self.share_tp} x --tp {self.tp} =", split)
+        if not self.share_tp and _SUBMITTED_TP % self.tp:
+            raise ValueError(f"--tp {self.tp}: takes a divisor of {_SUBMITTED_TP}, or --share-tp 1")
+        require_split({"--kv-heads": self.kv_heads, "--ffn": self.ffn, "--vocab": self.vocab}, self.tp, self.share)
         # Of two runs that each context rank has, one is from the front and one from the back.
         runs = self.share_cp * self.cp * (2 if self.cp > 1 else 1)
         require_divisible("--sequence", self.sequence, "runs of tokens, by --share-cp and --cp,", runs)
@@ -133,20 +139,25 @@ class Config(Parallel, Timing):
         return None if differ else count
 
     @property
+    def share(self) -> int:
+        """--share-tp, or what --tp leaves of the submission's 8."""
+        return self.share_tp or _SUBMITTED_TP // self.tp
+
+    @property
     def local_heads(self) -> int:
-        return self.heads // (self.share_tp * self.tp)
+        return self.heads // (self.share * self.tp)
 
     @property
     def local_kv_heads(self) -> int:
-        return self.kv_heads // (self.share_tp * self.tp)
+        return self.kv_heads // (self.share * self.tp)
 
     @property
     def local_ffn(self) -> int:
-        return self.ffn // (self.share_tp * self.tp)
+        return self.ffn // (self.share * self.tp)
 
     @property
     def local_vocab(self) -> int:
-        return self.vocab // (self.share_tp * self.tp)
+        return self.vocab // (self.share * self.tp)
 
     @property
     def local_sequence(self) -> int:
@@ -313,10 +324,10 @@ def flops_per_step(config: Config, causal_half: bool = True) -> float:
         layers=c.layers,
         sequence=sequence,
         hidden=c.hidden,
-        q_width=c.q_width // c.share_tp,
-        kv_width=c.kv_heads * c.head_dim // c.share_tp,
-        ffn=c.ffn // c.share_tp,
-        vocab=c.vocab // c.share_tp,
+        q_width=c.q_width // c.share,
+        kv_width=c.kv_heads * c.head_dim // c.share,
+        ffn=c.ffn // c.share,
+        vocab=c.vocab // c.share,
         mlp_matrices=3,
     )
     return model.flops(causal_half) / ranks * c.microbatch * sum(c.counts) / len(c.counts)

@@ -29,6 +29,7 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
     """
     notes = []
     config.ranks(world_size)
+    config = replace(config, share_tp=config.share)  # a run file says whose share it is
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
     if config.layer == "auto":
@@ -59,7 +60,7 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
 
 def open_checkpoint(config: Config) -> llama_checkpoint.Checkpoint:
     """The opened folder of --checkpoint. ValueError, one line with the flag, where it does not fit the config."""
-    if config.share_tp > 1 or config.share_cp > 1:
+    if config.share > 1 or config.share_cp > 1:
         raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-cp 1")
     return llama_checkpoint.open_checkpoint(config.checkpoint, config, rope_scaling=ROPE_SCALING)
 
@@ -95,7 +96,7 @@ def card(config: Config, device: torch.device, *_) -> list[str]:
     """Lines that say what runs."""
     c = config
     name, layers = KNOWN.get((c.hidden, c.ffn), ("toy widths", c.layers))
-    share = f", a GPU's share at TP{c.share_tp * c.tp} CP{c.share_cp * c.cp}" if c.share_tp * c.share_cp > 1 else ""
+    share = f", a GPU's share at TP{c.share * c.tp} CP{c.share_cp * c.cp}" if c.share * c.share_cp > 1 else ""
     slice_of = f"{c.layers} of {layers} layers of " if c.layers != layers else ""
     counts = [llama_config.flops_per_step(c, causal) / 1e12 for causal in (True, False)]
     lines = [

@@ -160,9 +160,9 @@ class TransformerEngineLayer(nn.Module):
         with te.quantized_model_init(enabled=self.stored, recipe=recipe):
             self.layer = te.TransformerLayer(
                 c.hidden,
-                c.ffn // c.share_tp,
-                c.heads // c.share_tp,
-                num_gqa_groups=c.kv_heads // c.share_tp,
+                c.ffn // c.share,
+                c.heads // c.share,
+                num_gqa_groups=c.kv_heads // c.share,
                 kv_channels=c.head_dim,
                 layernorm_epsilon=c.norm_eps,
                 hidden_dropout=0.0,

@@ -323,7 +323,7 @@ class State:
     def _batch(self, rows):
         """int64 [sequences, s + 1] -> this context rank's tokens and targets [m, s / cp, b], within the vocabulary."""
         c = self.config
-        rows = (torch.from_numpy(rows) % (c.vocab // c.share_tp)).view(c.microbatches, c.microbatch, -1).transpose(1, 2)
+        rows = (torch.from_numpy(rows) % (c.vocab // c.share)).view(c.microbatches, c.microbatch, -1).transpose(1, 2)
         own = positions_of(c, self.place.context_rank)
         batch = {"tokens": rows[:, own].contiguous(), "targets": rows[:, own + 1].contiguous()}
         if self.device.type == "cuda":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.training.parallel import collectives
 from common.training.precision.fp8 import E4M3_MAX, E5M2_MAX
 from llama2_lora.config import FORWARD_SCALES, SCALES, Config
 
@@ -27,10 +28,10 @@ class Slot:
 
 
 class Scaling:
-    """Slots of all layers; unused without FP8."""
+    """Slots of all layers; unused without FP8. group: of ranks with parts of each tensor, which get one scale."""
 
-    def __init__(self, config: Config, device):
-        self.is_used = config.precision == "fp8"
+    def __init__(self, config: Config, device, group: str = collectives.ALONE):
+        self.is_used, self._group = config.precision == "fp8", group
         count = config.layers * len(SCALES)
         # 16 bytes apart, so that a kernel sees every pointer aligned alike and is compiled once.
         self.scale, self.inverse = torch.ones(count, 4, device=device), torch.ones(count, 4, device=device)
@@ -49,6 +50,8 @@ class Scaling:
         """Scales of the next step, from the amaxes of this one and of those before it."""
         if not self.is_used:
             return
+        if self._group != collectives.ALONE:
+            collectives.all_reduce_max_(self.amax, self._group)
         self.history.copy_(torch.cat((self.amax[:, :1].t(), self.history[:-1])))
         amax = self.history.amax(0)
         # Within FP32; as it was where nothing was recorded, or something that is not finite.

@@ -15,6 +15,7 @@ from llama2_lora.config import Config
 from llama2_lora.kernels.attention import split_qkv
 from llama2_lora.kernels.operators import dropout_key
 from llama2_lora.kernels.scaling import Formats, Scaling, restored
+from llama2_lora.layers.tensor import TensorRanks
 from llama2_lora.plan import workspace
 from llama2_lora.weights.frozen import FrozenWeights
 from llama2_lora.weights.trainable import Adapters
@@ -29,15 +30,19 @@ class HandwrittenStack:
     inputs: name -> static tensor: tokens, targets, positions int64 [s], weights FP32 [s], the tokens' shares of the
     loss. keeps: names of what layer 0, 1, ... keeps. operators, attention: classes for this device, or functions that
     make them. loss: FP32, 0-d, this rank's part of the last step's loss. Gradients go to adapters.grads.
+
+    With --tp config has this rank's widths (Config.shard), and `tensor` are the ranks that share the layers: where they
+    have summands of a tensor, tensor.sum_ adds these up. Gradients of Adapters.replicated are summands, too, which
+    State.reduce_gradients adds up.
     """
 
     def __init__(
         self, config: Config, formats: Formats, weights: FrozenWeights, adapters: Adapters, inputs, keeps, operators,
-        attention,
+        attention, tensor: TensorRanks | None = None,
     ):  # fmt: skip
         self.config, self.formats, self.weights, self.adapters, self.inputs = config, formats, weights, adapters, inputs
-        self.device = weights.device
-        self.scaling = Scaling(config, self.device)
+        self.device, self.tensor = weights.device, tensor or TensorRanks()
+        self.scaling = Scaling(config, self.device, self.tensor.group)
         self.operators = operators(config, formats, self.scaling, self.device)
         self.attention = attention(config, inputs)
         self.ratio = config.alpha / config.rank
@@ -122,6 +127,7 @@ class HandwrittenStack:
         if not recompute:
             self._into_rank(self._view("dropped", c.q_width), adapter["proj.a"], a)
         self.work["proj"].addmm_(a, adapter["proj.b"].t())
+        self.tensor.sum_(self.work["proj"])
 
     def _into_rank(self, x, matrix, out):
         """out [s, rank] = alpha / rank * x matrix^T."""
@@ -131,6 +137,10 @@ class HandwrittenStack:
         """The norm before the MLP, as fc1's operand."""
         operand, slot = self._view("operand", self.config.hidden), self.scaling.slot(layer, "fc1_in")
         self.operators.norm(gain=self.weights.norms[layer][1], operand=operand, slot=slot, **sources)
+
+    def _proj_key(self, layer):
+        """The key of the projection's mask: tensor ranks have other columns of its input, and other masks."""
+        return dropout_key(layer + self.tensor.rank * self.config.layers, PROJ)
 
     def _residual(self, layer):
         return self.kept[layer].get("residual", self.work["residual"])
@@ -143,7 +153,7 @@ class HandwrittenStack:
         self._look_up()
 
     def _look_up(self):
-        torch.index_select(self.weights.embedding, 0, self.inputs["tokens"], out=self.work["x"][0])
+        self.tensor.look_up(self.inputs["tokens"], self.weights.embedding, self.work["x"][0])
 
     def forward(self, layer: int) -> None:
         """Read the sums of layer - 1 (layer 0: x), leave residual sum and MLP output, keep what --keep says."""
@@ -165,7 +175,7 @@ class HandwrittenStack:
         if self.keeps_attention and "attention" in self.keeps[layer]:
             self.attended[layer] = out, rest
         written = {"operand": self._view("operand", c.q_width), "slot": self.scaling.slot(layer, "proj_in")}
-        operators.quantize(out, **written, dropped=self._view("dropped", c.q_width), key=dropout_key(layer, PROJ))
+        operators.quantize(out, **written, dropped=self._view("dropped", c.q_width), key=self._proj_key(layer))
         self._proj(layer, recompute=False)
         self._mlp_norm(layer, x=x, add=work["proj"], total=self._residual(layer))
         fc1, fc1_slot, stored = self._view("fc1", 2 * c.ffn), None, None
@@ -177,6 +187,7 @@ class HandwrittenStack:
         written = {"operand": work["fc2_in"], "slot": self.scaling.slot(layer, "fc2_in")}
         operators.swiglu(fc1, **written, stored_slot=fc1_slot, stored=stored)
         self._multiply(layer, "fc2", work["fc2_in"], work["fc2"])
+        self.tensor.sum_(work["fc2"])
 
     def compute_loss(self) -> None:
         """Final norm, logits, loss, and the gradient of the last layer's output."""
@@ -186,9 +197,11 @@ class HandwrittenStack:
         gain = self.weights.final_norm
         self.operators.norm(self._residual(last), gain, add=work["fc2"], total=work["final"], plain=normed)
         torch.mm(normed, self.weights.head.t(), out=logits)
-        self.operators.cross_entropy(logits, self.inputs["targets"], self.inputs["weights"], work["losses"])
+        cross_entropy = (self.tensor if self.tensor.size > 1 else self.operators).cross_entropy
+        cross_entropy(logits, self.inputs["targets"], self.inputs["weights"], work["losses"])
         torch.sum(work["losses"], 0, out=self.loss)
         torch.mm(logits, self.weights.head, out=grad)
+        self.tensor.sum_(grad)
         slot = self.scaling.slot(last, "fc2_grad")
         self.operators.norm_backward(grad, work["final"], gain, work["grad"], operand=work["grad_operand"], slot=slot)
 
@@ -237,6 +250,7 @@ class HandwrittenStack:
         self.operators.swiglu_backward(fc1, work["swiglu_grad"], **written, stored_slot=stored)
         grad = self._view("wide_grad", c.hidden)
         self._multiply_back(layer, "fc1", work["fc1_grad"], grad)
+        self.tensor.sum_(grad)
         self._norm_backward(grad, residual, self.weights.norms[layer][1], self.scaling.slot(layer, "proj_grad"))
 
     def _norm_backward(self, grad, x, gain, slot, **through):
@@ -246,7 +260,7 @@ class HandwrittenStack:
 
     def _proj_backward(self, layer, out):
         """The gradient of attention's output to `wide_grad`, those of the projection's adapter to their place."""
-        c, key = self.config, dropout_key(layer, PROJ)
+        c, key = self.config, self._proj_key(layer)
         grad, dropped = self._view("wide_grad", c.q_width), self._view("dropped", c.q_width)
         self._multiply_back(layer, "proj", self.work["grad_operand"], grad)
         self.operators.quantize(out, dropped=dropped, key=key)
@@ -265,6 +279,11 @@ class HandwrittenStack:
             return
         grad = self._view("wide_grad", c.hidden)
         self._multiply_back(layer, "qkv", work["qkv_grad_operand"], grad)
+        if self.tensor.size > 1:
+            # The adapter's part of the gradient is a summand, too: both are added up in one collective.
+            self.operators.add_dropout_gradient(grad, through, key)
+            self.tensor.sum_(grad)
+            through = None
         slot = self.scaling.slot(layer - 1, "fc2_grad")
         self._norm_backward(grad, x, gain, slot, through_dropout=through, key=key)
 

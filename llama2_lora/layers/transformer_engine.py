@@ -95,8 +95,9 @@ def recipe_of(config: Config):
 
 def require_kind(kind: str, config: Config, device: torch.device) -> None:
     """Unsupported if this device does not compute the config with this kind of layer."""
-    if kind != "handwritten" and config.cp > 1:
-        raise Unsupported(f"--cp {config.cp} needs handwritten layers, which alone share a window among ranks here")
+    if kind != "handwritten" and config.cp * config.tp > 1:
+        flags = f"--cp {config.cp}" if config.cp > 1 else f"--tp {config.tp}"
+        raise Unsupported(f"{flags} needs handwritten layers, which alone share windows and matrices among ranks here")
     if kind != "te":
         return
     if device.type != "cuda":

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from common.training.parallel import collectives
 from common.training.precision.fp8 import E4M3_MAX
 from llama2_lora.config import Config
 from llama2_lora.kernels.scaling import Formats
+from llama2_lora.weights import shards
 
 STD = 0.02
 # Rows that are quantised at a time: their FP32 copy is the only memory needed besides.
@@ -28,41 +30,47 @@ class Matrix:
 
 class RandomWeights:
     """The weights of a `llama_checkpoint.Checkpoint`, drawn on the device: normal, those that add to the residual
-    stream divided by sqrt(2 layers), and the embedding with unit variance. Each method draws anew."""
+    stream divided by sqrt(2 layers), and the embedding with unit variance. Each method draws anew.
 
-    def __init__(self, config: Config, device, seed: int = 1):
-        self._config, self._device = config, device
+    rank: tensor rank whose shards they are. Matrices are drawn whole, so that every split trains the same model.
+    """
+
+    def __init__(self, config: Config, device, rank: int = 0, seed: int = 1):
+        self._config, self._device, self._rank = config, device, rank
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         depth = math.sqrt(2 * self._config.layers)
         std = {"qkv": STD, "proj": STD / depth, "fc1": STD, "fc2": STD / depth}
-        layer = {name: self._normal(shape, std[name]) for name, shape in self._config.matrices.items()}
+        layer = {name: self._normal(name, shape, std[name]) for name, shape in self._config.matrices.items()}
         return layer | {name: self.final_norm() for name in ("norm1", "norm2")}
 
     def embedding(self) -> torch.Tensor:
-        return self._normal((self._config.vocab, self._config.hidden), 1.0)
+        return self._normal("embedding", (self._config.vocab, self._config.hidden), 1.0)
 
     def head(self) -> torch.Tensor:
-        return self._normal((self._config.vocab, self._config.hidden), STD)
+        return self._normal("head", (self._config.vocab, self._config.hidden), STD)
 
     def final_norm(self) -> torch.Tensor:
         return torch.ones(self._config.hidden)
 
-    def _normal(self, shape, std):
-        tensor = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
-        return tensor.normal_(0.0, std, generator=self._generator)
+    def _normal(self, name, shape, std):
+        whole = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return shards.shard_of(self._config, name, whole.normal_(0.0, std, generator=self._generator), self._rank)
 
 
 class FrozenWeights:
     """layers[i]: name -> Matrix; norms[i]: (norm before attention, norm before the MLP); embedding, head, final_norm.
 
-    source: a Checkpoint; None: RandomWeights.
+    source: a Checkpoint; None: RandomWeights. rank: within `group`, the ranks that share the matrices.
     """
 
-    def __init__(self, config: Config, formats: Formats, device, source=None):
-        self.config, self.formats, self.device = config, formats, device
-        source = source or RandomWeights(config, device)
+    def __init__(
+        self, config: Config, formats: Formats, device, source=None, rank: int = 0, group: str = collectives.ALONE
+    ):
+        source = source or RandomWeights(config, device, rank)
+        config = config.shard
+        self.config, self.formats, self.device, self._group = config, formats, device, group
         # All that stays is allocated first. Between bf16 weights that come and go it would leave holes in the
         # allocator's segments, 1.8 GiB in all 80 layers.
         self.embedding, self.head = (
@@ -91,6 +99,7 @@ class FrozenWeights:
         if value is None:
             return Matrix(weight.to(self.formats.main), torch.ones(1, device=self.device))
         amax = torch.linalg.vector_norm(weight, math.inf).float().clamp(min=torch.finfo(torch.float32).tiny)
+        collectives.all_reduce_max_(amax, self._group)  # one scale for the whole matrix
         scale = E4M3_MAX / amax
         for rows, stored in zip(weight.split(CHUNK), value.split(CHUNK), strict=True):
             stored.copy_((rows.float() * scale).clamp(-E4M3_MAX, E4M3_MAX))

@@ -57,6 +57,24 @@ def test_a_mistake_on_the_command_line(command, told):
     assert answer.stdout == "" and len(answer.stderr) < 300
 
 
+@pytest.mark.parametrize(
+    "command, told",
+    [
+        (["moe.train", "--preset", "tiny", "--ep", "2"], "--ep 2 needs as many ranks, this run has 1"),
+        (["llama31.train", "--preset", "tiny", "--tp", "2"], "--tp 2 needs a multiple of 2 ranks, this run has 1"),
+        (["llama2_lora.train", "--tp", "2", "--cp", "2"], "--tp 2 --cp 2 need a multiple of 4 ranks, this run has 1"),
+        (["llama2_lora.train", "--preset", "tiny", "--tp", "4"], "--kv-heads 2 is not divisible by --tp 4: take --tp"),
+        (["gpt3.train", "--preset", "tiny_pp"], "--pp 2 needs a multiple of 2 ranks, this run has 1"),
+        (["llama31.train", "--preset", "tiny", "--pp", "4"], "--layers 2: takes a multiple of --pp 4"),
+        (["gpt3.train", "--preset", "tiny", "--pp", "4"], "--layers 2 is not divisible by --pp x --chunks 4"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_named_before_torch_is_imported(command, told, tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert_one_line(run("-m", *command), 2, f"python -m {command[0]}: ", told)
+
+
 def test_values_that_look_like_it_are_taken():
     parser = config.Parser(prog="p")
     parser.add_argument("--name")

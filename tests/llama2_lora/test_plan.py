@@ -1,6 +1,7 @@
 """llama2_lora/plan: the predicted bytes are those that are built, and what the presets' layers keep."""
 
 import gc
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from common.training.memory_plan import GIB
 from llama2_lora import plan as plans
 from llama2_lora.config import KEEP, PRESETS
 from llama2_lora.state import State
+from tests.helpers import gloo_ranks
 from tests.helpers.llama2_lora_case import CPU, TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +39,10 @@ def bytes_of_storages(*roots):
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("precision", ["fp8", "bf16"])
-def test_predicted_bytes_are_the_built_ones(precision):
-    # Widths at which nothing small matters beside the tensors that are counted.
-    config = replace(TINY, precision=precision, hidden=256, ffn=512, sequence=256, batches=1)
-    state = State(config, CPU, "handwritten")
+def built_and_predicted(**changes):
+    """Bytes of a run on a CPU, at widths at which nothing small matters beside the tensors that are counted."""
+    config = replace(TINY, hidden=256, ffn=512, sequence=256, batches=1, **changes)
+    state = State(config, CPU, "handwritten", int(os.environ.get("RANK", "0")), config.tp)
     # What only the plain operators have: the hash's positions, places of the mask. Host batches are not counted.
     state.stack.operators._positions = state.stack.attention._own = state.stack.attention._keys = None
     state.batches, state.losses, state.grad_norms = [], None, None
@@ -49,7 +50,17 @@ def test_predicted_bytes_are_the_built_ones(precision):
     built = bytes_of_storages(state.stack, state.adapters, state.adam, state.inputs, state.weights_of_tokens)
     # Attention's output is allocated by its forward, not at build.
     kept = sum(size for name, size in plans.items(config).items() if name != "attention")
-    assert built == pytest.approx(sum(plans.built_sizes(config)) + config.layers * kept, rel=5e-3)
+    return built, sum(plans.built_sizes(config)) + config.layers * kept
+
+
+def tp2():
+    return built_and_predicted(precision="fp8", tp=2)
+
+
+def test_predicted_bytes_are_the_built_ones():
+    alone = [built_and_predicted(precision=each) for each in ("fp8", "bf16")]
+    for built, predicted in [*alone, *gloo_ranks.run(__name__, "tp2", 2)]:
+        assert built == pytest.approx(predicted, rel=5e-3)
 
 
 def test_the_whole_model_on_one_h200():

@@ -42,6 +42,10 @@ def test_a_share_is_what_one_gpu_of_the_ranks_does():
     assert num_parameters(share) == num_parameters(ranks)
     assert flops_per_step(share) == pytest.approx(flops_per_step(ranks))
     assert (BENCH.local_heads, BENCH.local_kv_heads, BENCH.local_ffn, BENCH.local_sequence) == (16, 1, 6656, 4096)
+    # Of tensor ranks the default share is the rest of the submission's 8.
+    both = replace(BENCH, tp=2)
+    assert (both.share, both.local_heads, num_parameters(both)) == (4, 16, num_parameters(BENCH))
+    assert both.ranks(2).dp == 1 and flops_per_step(both) == pytest.approx(flops_per_step(BENCH))
     assert flops_per_step(replace(TINY, ramp="1,2,3")) == pytest.approx(flops_per_step(TINY) * 2 / 3)
 
 
@@ -90,7 +94,9 @@ def test_the_submission_runs_on_a_multiple_of_its_ranks():
     [
         ({"layers": 0}, "--layers 0: takes a number from 1 up"),
         ({"heads": 5}, "--heads 5: takes a multiple of --kv-heads 2"),
-        ({"tp": 4}, "--kv-heads 2 is not divisible by --share-tp 1 x --tp 4 = 4"),
+        ({"tp": 4}, "--kv-heads 2 is not divisible by --tp 4: take --tp 2"),
+        ({"tp": 2, "share_tp": 4}, "--kv-heads 2 is not divisible by --share-tp 4 x --tp 2 = 8: take --share-tp 1"),
+        ({"tp": 3, "share_tp": 0}, "--tp 3: takes a divisor of 8, or --share-tp 1"),
         ({"cp": 3}, "--sequence 32 is not divisible by"),
         ({"sequence": 72, "precision": "fp8"}, "divisible by 16"),
         ({"precision": "bf16", "weights": "fp8"}, "--weights fp8 needs --precision fp8"),

@@ -245,7 +245,7 @@ def said(*arguments):
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (["--tp", "2"], "need a multiple of 2 ranks, this run has 1"),
+        (["--tp", "2"], "--tp 2 needs a multiple of 2 ranks, this run has 1"),
         (["--variant", "graph_fwd_bwd", "--nan-checks", "true"], "--variant eager_nan_checks"),
         (["--variant", "graph_step", "--clip", "host"], "--clip device"),
         (["--keep", "1 qkv"], "--keep 1 qkv: takes auto, all, least, or numbers of the last layers with items"),

@@ -34,51 +34,61 @@ class Llama(Protocol):
 class Checkpoint:
     """Tensors of a folder that fits a config. Made by `open_checkpoint`; methods return new bf16 CPU tensors.
 
-    tied: the head is the embedding. notes: for people, on layers that are left out.
-    A method raises ValueError in one line where a file has changed since it was opened.
+    tied: the head is the embedding. notes: for people, on layers that are left out. shard: (rank, ranks), where ranks
+    share each matrix: sizes of outputs and inputs below are then divided by their number, and only this rank's share is
+    read. A method raises ValueError in one line where a file has changed since it was opened.
     """
 
-    def __init__(self, config: Llama, files: dict, tied: bool, notes: list[str]):
-        self._config, self._files, self.tied, self.notes = config, files, tied, notes
+    def __init__(self, config: Llama, files: dict, tied: bool, notes: list[str], shard: tuple[int, int] = (0, 1)):
+        self._config, self._files, self.tied, self.notes, self._shard = config, files, tied, notes, shard
 
     def layer(self, index: int) -> dict[str, torch.Tensor]:
         """The weights of layer `index`.
 
         qkv [(heads + 2 kv_heads) head_dim, hidden], rows of q, then k, then v; proj [hidden, heads head_dim];
-        fc1 [2 ffn, hidden], rows of gate, then up; fc2 [hidden, ffn]; norm1, norm2 [hidden].
+        fc1 [2 ffn, hidden], rows of gate, then up; fc2 [hidden, ffn]; norm1, norm2 [hidden]. Of several ranks each has
+        its rows of all matrices that are stacked in qkv and fc1, its columns of proj and fc2, and whole norms.
         """
         weights = {}
         for ours, shapes in _layer_shapes(self._config, index).items():
-            rows = [shape[0] for shape in shapes.values()]
-            weights[ours] = torch.empty(sum(rows), *next(iter(shapes.values()))[1:], dtype=torch.bfloat16)
-            for name, part in zip(shapes, weights[ours].split(rows), strict=True):
-                self._files[name].read_into(name, part)
+            weights[ours] = self._read(shapes, {"proj": 1, "fc2": 1, "norm1": None, "norm2": None}.get(ours, 0))
         return weights
 
     def embedding(self) -> torch.Tensor:
         """[vocab, hidden]."""
-        return self._read("model.embed_tokens.weight", (self._config.vocab, self._config.hidden))
+        return self._read({"model.embed_tokens.weight": (self._config.vocab, self._config.hidden)}, 0)
 
     def head(self) -> torch.Tensor:
         """[vocab, hidden]; the embedding where they are tied."""
         name = "model.embed_tokens.weight" if self.tied else "lm_head.weight"
-        return self._read(name, (self._config.vocab, self._config.hidden))
+        return self._read({name: (self._config.vocab, self._config.hidden)}, 0)
 
     def final_norm(self) -> torch.Tensor:
         """[hidden]."""
-        return self._read("model.norm.weight", (self._config.hidden,))
+        return self._read({"model.norm.weight": (self._config.hidden,)}, None)
 
-    def _read(self, name, shape):
-        out = torch.empty(shape, dtype=torch.bfloat16)
-        self._files[name].read_into(name, out)
+    def _read(self, shapes, dim):
+        """This rank's parts of tensors {name: shape}, split along `dim` (None: whole), below each other."""
+        rank, ranks = self._shard if dim is not None else (0, 1)
+        parts = {name: [slice(size) for size in shape] for name, shape in shapes.items()}
+        for name, part in parts.items():
+            size = shapes[name][dim or 0] // ranks
+            part[dim or 0] = slice(rank * size, (rank + 1) * size)
+        sizes = [[each.stop - (each.start or 0) for each in part] for part in parts.values()]
+        out = torch.empty(sum(rows for rows, *_ in sizes), *sizes[0][1:], dtype=torch.bfloat16)
+        for (name, part), place in zip(parts.items(), out.split([rows for rows, *_ in sizes]), strict=True):
+            self._files[name].read_into(name, place, tuple(part))
         return out
 
 
-def open_checkpoint(folder, config: Llama, rope_scaling: dict | None = None) -> Checkpoint:
+def open_checkpoint(
+    folder, config: Llama, rope_scaling: dict | None = None, shard: tuple[int, int] = (0, 1)
+) -> Checkpoint:
     """Check a checkpoint against the config: config.json, names and shapes of all tensors, byte ranges of all files.
 
     A checkpoint of more layers than the config takes is read up to the config's. rope_scaling: Llama 3.1's, where the
-    model has it. ValueError in one line that names --checkpoint, what does not fit, and the flags that would.
+    model has it. shard: as in Checkpoint. ValueError in one line that names --checkpoint, what does not fit, and the
+    flags that would.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -96,7 +106,7 @@ def open_checkpoint(folder, config: Llama, rope_scaling: dict | None = None) -> 
         for parts in _layer_shapes(config, index).values():
             shapes.update(parts)
     hugging_face.require_tensors(folder, entries, shapes)
-    return Checkpoint(config, {name: entries[name] for name in shapes}, tied, notes)
+    return Checkpoint(config, {name: entries[name] for name in shapes}, tied, notes, shard)
 
 
 def _layer_shapes(config, index):

@@ -26,9 +26,12 @@ class File(NamedTuple):
     entries: dict[str, Entry]
     flag: str
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`, of the tensor's shape, in its own dtype. ValueError where the file is not as it was opened."""
-        out.copy_(self._mapped(name))
+    def read_into(self, name: str, out: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
+        """Fill `out`, of the shape of the tensor, or of a part of it, in its own dtype; it copies that part alone.
+
+        ValueError where the file is not as it was opened.
+        """
+        out.copy_(self._mapped(name)[part])
 
     def read(self, name: str) -> torch.Tensor:
         """A new CPU tensor of the file's dtype and shape. ValueError where the file is not as it was opened."""

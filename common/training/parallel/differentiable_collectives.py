@@ -81,7 +81,7 @@ def look_up(tokens, table, group="", find=F.embedding):
     """
     if collectives.group_size(group) == 1:
         return find(tokens, table)
-    rows, inside = _own_part(tokens, table.shape[0], group)
+    rows, inside = own_rows(tokens, table.shape[0], group)
     return reduce_scatter_to_sequence(find(rows, table) * inside[..., None], group)
 
 
@@ -93,15 +93,18 @@ def cross_entropy(logits, targets, group=""):
     collectives.all_reduce_max_(largest, group)
     logits = logits - largest[:, None]
     log_sum = reduce_from_region(logits.exp().sum(-1), group).log()
-    rows, inside = _own_part(targets, logits.shape[1], group)
+    rows, inside = own_rows(targets, logits.shape[1], group)
     # Not gather: where algorithms are deterministic its backward is index_put, which sorts and, in some releases of
     # torch, reads the largest index on the host.
     of_target = -F.nll_loss(logits, rows, reduction="none") * inside
     return (log_sum - reduce_from_region(of_target, group)).mean()
 
 
-def _own_part(rows, count, group):
-    """(rows counted from this rank's first one, 0 where another rank has them; whether this rank has them)."""
+def own_rows(rows, count, group):
+    """(Rows counted from this rank's first one, 0 where another rank has them; whether this rank has them).
+
+    rows: int64, of all ranks' rows together; count: rows that each rank has.
+    """
     rows = rows - collectives.group_rank(group) * count
     inside = (rows >= 0) & (rows < count)
     return torch.where(inside, rows, 0), inside

@@ -37,11 +37,16 @@ class Parallel:
         require_fields(self, ("tp", "pp", "cp"), lambda size: size >= 1, "a number from 1 up")
         each = self.tp * self.pp * self.cp
         if world_size % each:
+            given = [f"--{name} {getattr(self, name)}" for name in ("tp", "pp", "cp") if getattr(self, name) > 1]
             raise ValueError(
-                f"--tp {self.tp} --pp {self.pp} --cp {self.cp} need a multiple of {each} ranks, this run has "
-                f"{world_size}: change one of them or torchrun --nproc-per-node"
+                f"{' '.join(given)} need{'s' * (len(given) == 1)} a multiple of {each} ranks, this run has "
+                f"{world_size}: change that or torchrun --nproc-per-node"
             )
         return Ranks(world_size // each, self.tp, self.pp, self.cp)
+
+    def require_ranks(self, world_size: int) -> None:
+        """ValueError where a run of `world_size` processes does not hold whole copies of the model."""
+        self.ranks(world_size)
 
     def world_sizes(self) -> dict[str, int]:
         """Return the numbers of ranks that a run takes: multiple_of and at_most of `common.config.needs`."""
@@ -56,6 +61,29 @@ def require_divisible(flag: str, size: int, by: str, count: int) -> int:
     if size % count:
         raise ValueError(f"{flag} {size} is not divisible by {by} {count}")
     return size // count
+
+
+def require_split(sizes: dict[str, int], tp: int, share: int = 1) -> None:
+    """Check that tensor ranks can split widths, which a share without ranks divides already.
+
+    Args:
+        sizes: Flag -> width of the whole model.
+        tp: Value of --tp.
+        share: Value of --share-tp.
+
+    Raises:
+        ValueError: A width is not divisible by tp x share; the text names the flag to change, and its largest value
+            that divides all of them.
+    """
+    flag, by, count, other = "--tp", f"--tp {tp}", tp, 1
+    if share > 1:
+        flag, by, count, other = "--share-tp", f"--share-tp {share} x --tp {tp} = {share * tp}", share, tp
+    common = math.gcd(*sizes.values())
+    for name, size in sizes.items():
+        if size % (share * tp):
+            fits = [each for each in range(1, min(count, 4096) + 1) if common % (each * other) == 0]
+            more = f": take {flag} {fits[-1]}" if fits else ""
+            raise ValueError(f"{name} {size} is not divisible by {by}{more}")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def test_ranks_from_flags():
 @pytest.mark.parametrize(
     ("flags", "world_size", "message"),
     [
-        ({"tp": 2, "pp": 3}, 8, "--tp 2 --pp 3 --cp 1 need a multiple of 6 ranks, this run has 8: .*--nproc-per-node"),
+        ({"tp": 2, "pp": 3}, 8, "--tp 2 --pp 3 need a multiple of 6 ranks, this run has 8: .*--nproc-per-node"),
         ({"pp": -1}, 1, "--pp -1: takes a number from 1 up"),
     ],
 )
