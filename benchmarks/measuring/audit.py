@@ -16,13 +16,13 @@ from benchmarks.measuring import block_plan
 # Audits of a variant. A CPU shares its cores: only several slow ones show something.
 AUDITS = {"cuda": 2, "cpu": 3}
 # Timed steps of an audit, as a share of a block's.
-SHARE_OF_BLOCK = 1 / 3
+SHARE_OF_BLOCK = 1 / 4
 
 
 def missing(partial: Partial, build: str, variants: list[str], device: str) -> Iterator[tuple[str, dict]]:
     """Yield (variant, command) of each audit that the facts do not have, in rounds, the base first."""
     plan = partial.of("plan", build=build)[-1]
-    order = [plan["base"], *(name for name in variants if name != plan["base"])]
+    order = sorted(variants, key=lambda name: name != plan["base"])
     steps = plan["steps"] | {"timed": _timed(plan)}
     for number in range(AUDITS[device]):
         for variant in order:

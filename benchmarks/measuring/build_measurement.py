@@ -280,7 +280,8 @@ class BuildMeasurement:
 
         The base's has nothing but eager in it, so it also repeats the audits.
         """
-        plan, known, found = self._of("plan")[-1], self.request.variants, {}
+        plan, known = self._of("plan")[-1], self.request.variants
+        found: dict[str, list[tuple[str, dict]]] = {}
         for variant in self._missing_alone():
             ms = plan["paces"].get(variant, {"ms": 100.0})["ms"]
             few = min(MOST_ALONE_STEPS, max(2, int(ALONE_S * 1e3 / ms)))
@@ -289,11 +290,12 @@ class BuildMeasurement:
             found[variant] = [(variant, {"do": "alone", "steps": steps})]
         remaining = self.worker.remaining()
         references = {name: known[name]["reference"] for name in remaining}
-        references = {name: own if own in remaining else plan["base"] for name, own in references.items()}
-        repetitions = audit.repetitions(self.partial, self.request.name, references)
+        repetitions = audit.repetitions(
+            self.partial, self.request.name, {name: own for name, own in references.items() if own in remaining}
+        )
         own = found.pop(plan["base"], [])
-        captures = [(name, {"do": "capture"}) for name in dict.fromkeys(name for name, _ in repetitions)]
-        own += [ask for name in captures for ask in (name, *(each for each in repetitions if each[0] == name[0]))]
+        for reference in dict.fromkeys(name for name, _ in repetitions):
+            own += [(reference, {"do": "capture"}), *(each for each in repetitions if each[0] == reference)]
         return {plan["base"]: own, **found} if own else found
 
     def _missing_alone(self) -> list[str]:

@@ -32,7 +32,7 @@ def test_each_variant_has_audits_of_its_own_and_the_base_comes_first(begun):
     found = asked(facts)
     assert [name for name, _ in found] == ["eager", "graph_step"] * 2
     assert len({command["seed"] for _, command in found}) == 4
-    assert all(command["reset"] and command["timed"] == 10 for _, command in found)
+    assert all(command["reset"] and command["timed"] == 8 for _, command in found)
     assert len(asked(facts, "cpu")) == 6
     add(facts, *found[1])
     assert [(name, command["number"]) for name, command in asked(facts)] == [
@@ -42,7 +42,7 @@ def test_each_variant_has_audits_of_its_own_and_the_base_comes_first(begun):
     ]
 
 
-@pytest.mark.parametrize(("period", "timed"), [(None, 10), (1, 10), (4, 12), (15, 15), (30, 30)])
+@pytest.mark.parametrize(("period", "timed"), [(None, 8), (1, 8), (4, 8), (3, 9), (15, 15), (30, 30)])
 def test_an_audit_has_whole_periods(begun, period, timed):
     found = asked(begun(period=period))
     assert {command["timed"] for _, command in found} == {timed}

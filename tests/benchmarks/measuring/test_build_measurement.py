@@ -8,6 +8,7 @@ from benchmarks import judge, measure, run
 from benchmarks.files import partial, run_file
 from benchmarks.files.partial import Partial
 from benchmarks.measuring import block_plan, build_measurement
+from benchmarks.measuring.audit import AUDITS
 from benchmarks.measuring.build_measurement import BuildMeasurement
 from benchmarks.measuring.request import FEWEST_CYCLES, BuildRequest, Settings
 from tests.helpers.made_run import HEADER, block
@@ -39,7 +40,7 @@ def test_a_step_of_ones_own_is_planned_to_have_its_verdict_in_two_minutes(monkey
     }
     own = SimpleNamespace(model=measure.MODEL, cycles=None, no_control=False, end_s=measure.CYCLES_END_S)
     own.is_census = False
-    own.minutes, own.host_load, own.limit_s, own.share_memory = None, 0, 600.0, False
+    own.no_audit, own.minutes, own.host_load, own.limit_s, own.share_memory = False, None, 0, 600.0, False
     settings = run.settings_of(own, "bench")
     steps = block_plan.steps_of_block(paces, {"period": 8, "least_steps": 10, "gpus": [1]}, settings)
     blocks = ["eager", "graph_step", "reduce_overhead", "eager", "eager"]
@@ -47,7 +48,9 @@ def test_a_step_of_ones_own_is_planned_to_have_its_verdict_in_two_minutes(monkey
     cycle_s = sum(number * paces[name]["ms"] / 1e3 + BESIDE_S for name in blocks)
     cycles, end_s = cycles_made(monkeypatch, cycle_s, cycles=settings.cycles, end_s=settings.end_s)
     assert settings.compiles_once and not settings.is_short
-    assert FEWEST_CYCLES <= cycles <= 8 and end_s + AFTER_S <= 120
+    # Audits, and eager's repetitions, with a quarter of a block's steps.
+    audits_s = AUDITS["cuda"] * sum(2 * (number / 4 * paces["eager"]["ms"] / 1e3 + BESIDE_S) for _ in paces)
+    assert FEWEST_CYCLES <= cycles <= 8 and end_s + audits_s + AFTER_S <= 120
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,7 @@ class FakeWorker:
     apart, facts = False, {"period": 1, "least_steps": 0, "gpus": []}
 
     def __init__(self, names):
-        self.names, self.captured, self.asked = names, list(names), []
+        self.names, self.captured, self.asked, self.alones = names, list(names), [], []
         self.paces = {name: {"ms": 10.0, "reset_s": 0.0} for name in names}
 
     def remaining(self):
@@ -80,6 +83,14 @@ class FakeWorker:
         fact = block(variant, 0, 0)
         return {key: value for key, value in fact.items() if key not in ("build", "variant", "cycle", "place", "busy")}
 
+    def alone(self, asks, is_last):
+        """Answer all; `ended` is where it would have."""
+        self.alones.append(asks)
+        return [(name, command, self.ask(name, command)) for name, command in asks]
+
+    def start_ahead(self):
+        pass
+
 
 def measurement_of(folder, eagers, graphs):
     """A measurement by default settings that has its first plan, and the partial file of it."""
@@ -88,7 +99,8 @@ def measurement_of(folder, eagers, graphs):
     variants["control"] = declared["eager"] | {"reference": "control"}
     own = Partial(folder / f"run{partial.SUFFIX}")
     own.add("header", **HEADER | {"builds": {"": {"variants": variants}}})
-    own.add("plan", build="", base=eagers[0], steps=STEPS)
+    own.add("plan", build="", base=eagers[0], steps=STEPS, paces={})
+    own.add("worker", build="", gpus=[], config={}, host={"gpus": [], "versions": {"torch": "2.13"}}, unit="samples")
     settings = run.settings_of(run.parse(["--model", "gpt3"]), "bench")
     request = BuildRequest(name="", fields={}, variants=variants, command=None, environment={})
     measurement = BuildMeasurement(request, settings, own, folder / "log", lambda text: None)
@@ -124,13 +136,43 @@ def test_the_control_is_blocks_of_the_base_and_the_hosts_pace_is_sampled_in_each
     assert [cycle.operator_us for cycle in found.builds[""].cycles] == [9.0] * 8
 
 
+def test_eager_repeats_the_audits_of_all_in_one_process_and_only_those_that_are_missing(tmp_path):
+    measurement, own = measurement_of(tmp_path, ["eager", "eager_torch"], ["graph_step"])
+    measurement._measure_cycles()
+    measurement._audit()
+    measurement._measure_alone()
+    (asks,) = measurement.worker.alones
+    assert [command["do"] for _, command in asks] == ["capture", *["block"] * 9] and {name for name, _ in asks} == {
+        "eager"
+    }
+    found = partial.folded(own.facts).builds[""].variants
+    assert all(len(found[name].audits) == 3 for name in ("eager", "eager_torch", "graph_step"))
+    assert all(each.repetition is not None for variant in found.values() for each in variant.audits)
+    asked = len(measurement.worker.asked)
+    measurement._audit()
+    measurement._measure_alone()
+    assert len(measurement.worker.asked) == asked
+
+
+def test_a_base_that_fails_in_its_audit_is_not_asked_again(tmp_path):
+    measurement, own = measurement_of(tmp_path, ["eager", "eager_torch"], ["graph_step"])
+    measurement._measure_cycles()
+    own.add("left_out", build="", variant="eager", kind="error", reason="sample 13 cannot be read")
+    measurement.worker.names.remove("eager")
+    asked = len(measurement.worker.asked)
+    measurement._audit()
+    assert {name for name, _ in measurement.worker.asked[asked:]} == {"eager_torch", "graph_step"}
+    # Their reference is gone.
+    assert measurement._alone() == {}
+
+
 def test_a_run_goes_on_with_another_base_where_its_base_fails_between_cycles(tmp_path):
     measurement, own = measurement_of(tmp_path, ["eager", "eager_torch"], ["graph_step"])
     for number in range(3):
         measurement._measure_cycle(number)
     own.add("left_out", build="", variant="eager", kind="error", reason="sample 13 cannot be read")
     measurement.worker.names.remove("eager")
-    own.add("plan", build="", base="eager_torch", steps=STEPS)
+    own.add("plan", build="", base="eager_torch", steps=STEPS, paces={})
     measurement._measure_cycles()
     own.add("end", end_utc="2026-11-25T10:20:00Z")
     own.close()

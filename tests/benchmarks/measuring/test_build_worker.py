@@ -12,6 +12,7 @@ from benchmarks.measuring.request import BuildRequest, Settings
 from benchmarks.processes.worker import WorkerEnded
 
 FACTS = {"config": {"layers": 8, "batch": 4}, "flops_per_step": 2.0, "items_per_step": 4, "period": None}
+ALONE = [("eager", {"do": "alone"})]
 
 
 class Answers:
@@ -96,7 +97,7 @@ def test_a_start_that_ends_without_an_answer_is_tried_twice(own, monkeypatch, ho
     with pytest.raises(WorkerEnded, match=how.reason):
         own.ask("eager", {"do": "capture"})
     assert len(left) == 1
-    assert own.alone("eager", {"do": "alone"}, is_last=True)
+    assert own.alone(ALONE, is_last=True)
 
 
 @pytest.mark.parametrize("made", [Ends(REFUSED, "wait"), Answers(period=3)], ids=["refusal", "another model"])
@@ -111,8 +112,8 @@ def test_an_answer_is_not_asked_for_twice(own, monkeypatch, made):
 def test_a_question_to_a_worker_of_its_own_is_tried_twice(own, monkeypatch):
     own.request.command = lambda variant: []
     left = starts(monkeypatch, Ends(KILLED, "alone"), Answers(), Ends(SILENT, "alone"), Answers())
-    assert own.alone("eager", {"do": "alone"}, is_last=True) is not None
-    assert own.alone("eager", {"do": "alone"}, is_last=True) is None and len(left) == 1
+    assert own.alone(ALONE, is_last=True) == [(*ALONE[0], FACTS)]
+    assert own.alone(ALONE, is_last=True) == [] and len(left) == 1
 
 
 @pytest.mark.parametrize(
