@@ -96,7 +96,7 @@ def front(found: Found, page: Path, argument: str = "") -> str:
         graph_ms = ", ".join(f"{own.ms:,.2f} ({own.gpu})" for own in line.gpus)
         texts = [graph_ms, tables.two(line.base_ms), tables.two(line.gain, "x"), line.hosts_text]
         lines.append([name, *map(in_markdown, texts)])
-    names = ["Workload, as submitted in MLPerf", "graph ms", "eager ms over hosts", "gain over hosts", "hosts"]
+    names = ["Workload (version of MLPerf)", "graph ms", "eager ms over hosts", "gain over hosts", "hosts"]
     return tables.markdown(names, lines) if lines else NOTHING
 
 
@@ -112,8 +112,8 @@ def _answers(found, page, argument):
     texts = [f"- **{BANDS[band]}** {'; '.join(map(_gain_of, own[band]))}." for band in BANDS if own[band]]
     low, high = _kernel_us(found) or (0.0, 0.0)
     if high:
-        text = f"- **2,000 small kernels?** Capture them: where the GPU waited, a kernel took the host {low:.0f} to "
-        texts.append(f"{text}{high:.0f} us, so {2 * low:.0f} ms a step or more.")
+        text = f"- **2,000 small kernels?** Capture them: where the GPU waited for a host, each took it {low:.0f} to "
+        texts.append(f"{text}{high:.0f} us, 2,000 of them {2 * low:.0f} ms or more.")
     return "\n".join(texts)
 
 
@@ -310,7 +310,9 @@ def _ceiling(rows: Sequence[Row]) -> str:
     hosts = {each.point.host for each in found}
     most = max(each.share for each in found) - 1
     text = f"**Ceiling.** On {runs.counted(len(hosts), 'host')} none of {len(found)} graphs gained over "
-    return f"{text}{100 * max(most, 0.0):.1f} % more than step / busy."
+    worst = min(each.share * each.ceiling for each in found)
+    loss = f" The worst took {1 / worst:.2f} times as long as eager." if worst < 1 else ""
+    return f"{text}{100 * max(most, 0.0):.1f} % more than step / busy.{loss}"
 
 
 def ceiling_text(rows: Sequence[Row]) -> str:

@@ -120,7 +120,8 @@ def test_liars_are_named_with_what_they_did(tmp_path):
     ids=str,
 )
 def test_a_liar_that_disturbs_others_is_named(names, cycles, tmp_path):
-    bench(tmp_path, ["eager", *names], "--cycles", cycles, "--no-control")
+    # Of three blocks on a busy CPU one may not show it; audits show what trains otherwise.
+    bench(tmp_path, ["eager", *names], "--cycles", cycles, "--no-control", audits="all_at_once" in names)
     variants = only_verdicts(tmp_path)
     # Several checks see it, in an order that depends on the host.
     assert [variants[name].status for name in names] == ["failed"] * len(names), variants

@@ -146,7 +146,7 @@ def test_the_answers_say_on_how_many_hosts(tmp_path):
 def test_the_time_for_a_kernel_is_that_of_steps_that_waited(tmp_path):
     put(tmp_path, 0, ms=MS, issue=(9.0, 7.0), kernels=200)
     put(tmp_path, 1, ms=MS, issue=(9.0, 9.9), kernels=100, boot="c")
-    assert "a kernel took the host 50 to 50 us, so 100 ms a step or more." in table("answers", tmp_path)
+    assert "each took it 50 to 50 us, 2,000 of them 100 ms or more." in table("answers", tmp_path)
 
 
 def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp_path):
