@@ -101,11 +101,11 @@ def named_step(step: str) -> tuple[str, list[str]]:
     return label.lstrip("._-")[:48] or "step", ["--step", named, "--step-digest", digest]
 
 
-def request(args: argparse.Namespace) -> Options:
-    """Return the options of the run that measures the step."""
+def request(args: argparse.Namespace, usual: str | None = None) -> Options:
+    """Return the options of the run that measures the step; `usual`: variants where none are named."""
     label, flags = named_step(args.step)
     handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}
-    asked = Options(model=MODEL, label=label, flags=flags, variants=args.variants, **handed_on)
+    asked = Options(model=MODEL, label=label, flags=flags, variants=args.variants or usual, **handed_on)
     unknown = [name for name in command.words_of(args.variants or "") if name not in VARIANTS]
     if unknown:
         raise Mistake(f"unknown variant {unknown[0]!r}, --variants takes some of {', '.join(VARIANTS)}")
@@ -228,8 +228,7 @@ def _usual(args, asked: Options, seen: dict) -> Options:
     if not is_whole and not seen.get("has_mine"):
         return asked
     names = WHOLE.split(",") if is_whole else [name for name in WHAT if name != MINE]
-    args.variants = ",".join([*names, *([MINE] if seen.get("has_mine") else [])])
-    return request(args)
+    return request(args, ",".join([*names, *([MINE] if seen.get("has_mine") else [])]))
 
 
 def _check_root(asked: Options) -> None:

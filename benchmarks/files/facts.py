@@ -212,14 +212,15 @@ class Audit(Struct, kw_only=True):
     Attributes:
         seed: of the draw.
         first: number of the first step.
-        own: the variant's block.
+        own: the variant's block; None where it raised something, see `raised`.
         repetition: the same steps of the reference, in a process that never made the variant; None where it failed.
     """
 
     seed: Whole
     first: Index
-    own: Trained
+    own: Trained | None = None
     repetition: Trained | None = None
+    raised: Text = ""
 
 
 class Alone(Struct, kw_only=True):

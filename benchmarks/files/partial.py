@@ -215,8 +215,9 @@ def _variant(name, declared, facts, cycles) -> Variant:
 
 
 def _audit(fact, repetitions) -> Audit:
-    own, (other, *_) = _as(Trained, fact), [_as(Trained, each) for each in repetitions] or [None]
-    return Audit(seed=fact["seed"], first=fact["first"], own=own, repetition=other)
+    own, other = (_as(Trained, each) if "losses" in each else None for each in (fact, *(repetitions[:1] or [{}])))
+    raised = prose_without_folders(fact.get("raised", ""))
+    return Audit(seed=fact["seed"], first=fact["first"], own=own, repetition=other, raised=raised)
 
 
 def _without_folders(value):

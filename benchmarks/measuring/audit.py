@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from benchmarks.files.partial import Partial
 from benchmarks.measuring import block_plan
 
-# Audits of a variant. A CPU shares its cores: only several slow ones show something.
+# Audits of a variant; one where steps or resets take long. A CPU shares its cores: several slow ones show something.
 AUDITS = {"cuda": 2, "cpu": 3}
 # Timed steps of an audit, as a share of a block's.
 SHARE_OF_BLOCK = 1 / 4
+STEPS = ("untimed", "timed", "drained")
 
 
 def missing(partial: Partial, build: str, variants: list[str], device: str) -> Iterator[tuple[str, dict]]:
@@ -24,7 +25,8 @@ def missing(partial: Partial, build: str, variants: list[str], device: str) -> I
     plan = partial.of("plan", build=build)[-1]
     order = sorted(variants, key=lambda name: name != plan["base"])
     steps = plan["steps"] | {"timed": _timed(plan)}
-    for number in range(AUDITS[device]):
+    is_long = plan["paces"].get(plan["base"], {"ms": 0.0})["ms"] > block_plan.LONG_STEP_MS or not steps["resets_each"]
+    for number in range(1 if is_long and device == "cuda" else AUDITS[device]):
         for variant in order:
             if not partial.of("audit", build=build, variant=variant, number=number):
                 seed = secrets.randbelow(2**31)
@@ -48,7 +50,7 @@ def repetitions(partial: Partial, build: str, references: dict[str, str]) -> lis
     plan, found = partial.of("plan", build=build)[-1], []
     for each in partial.of("audit", build=build):
         if each["variant"] in references and each["seed"] not in done:
-            steps = plan["steps"] | {"timed": each["timed"]}
+            steps = {key: each[key] for key in STEPS}
             command = {"do": "block", **steps, "reset": True, "seed": each["seed"], "first": each["first"]}
             found.append((references[each["variant"]], command))
     return sorted(found, key=lambda item: (item[0] != plan["base"], item[0]))

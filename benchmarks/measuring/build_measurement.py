@@ -249,12 +249,16 @@ class BuildMeasurement:
         # A variant in a process of its own has nobody to copy from.
         if not self.settings.audits or self.worker.apart:
             return
+        base = self._of("plan")[-1]["base"]
         with self._timed("blocks"):
             for variant, command in audit.missing(self.partial, self.request.name, self.worker.remaining(), device):
+                if any(each["variant"] == base and "raised" in each for each in self._of("audit")):
+                    # A step may refuse a state that is scaled.
+                    return
                 self._hold(variant)
-                answer = self.worker.ask(variant, command)
-                facts = {key: command[key] for key in ("number", "seed", "first", "timed")}
-                self._add("audit", variant, **facts, **_trained(answer))
+                answer = self.worker.try_ask(variant, command)
+                facts = {key: command[key] for key in ("number", "seed", "first", *audit.STEPS)}
+                self._add("audit", variant, **facts, **(answer if "raised" in answer else _trained(answer)))
 
     def _measure_alone(self):
         """Give each headline variant a process of its own, for its memory, and let eager repeat the audits in one."""
@@ -285,8 +289,9 @@ class BuildMeasurement:
         for variant in self._missing_alone():
             ms = plan["paces"].get(variant, {"ms": 100.0})["ms"]
             few = min(MOST_ALONE_STEPS, max(2, int(ALONE_S * 1e3 / ms)))
-            # The base as long as in a block: what the others leave behind may slow it there.
-            steps = plan["steps"]["timed"] if variant == plan["base"] else few
+            # The base as long as in a block: what the others leave behind may slow it there. Their memory does, too.
+            is_like_in_blocks = variant == plan["base"] and not self.worker.shares
+            steps = plan["steps"]["timed"] if is_like_in_blocks else few
             found[variant] = [(variant, {"do": "alone", "steps": steps})]
         remaining = self.worker.remaining()
         references = {name: known[name]["reference"] for name in remaining}

@@ -6,7 +6,7 @@ graphs' memory first, then get a process for each block.
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks.files.partial import Partial
@@ -142,26 +142,42 @@ class BuildWorker:
             environment = self.request.environment
             self._next = environment, Worker(self.request.command(self.remaining()[0]), environment, self.log)
 
-    def alone(self, asks: list[tuple[str, dict]], is_last: bool) -> list[tuple[str, dict, dict]]:
-        """Return (variant, command, answer) of a new worker that gets these alone, until one has no answer."""
+    def try_ask(self, variant: str, command: dict) -> dict:
+        """Return the worker's answer, or {"raised": reason}: the variant is not left out."""
+        worker = self._worker or self._start(parity=False)
+        try:
+            answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
+        except WorkerEnded as end:
+            self.end()
+            return {"raised": str(end)[:400]}
+        if answer.pop("say") == "done":
+            return answer
+        if answer["fatal"]:
+            self.end()
+        return {"raised": answer["reason"]}
+
+    def alone(self, asks: list[tuple[str, dict]], is_last: bool) -> Iterator[tuple[str, dict, dict]]:
+        """Yield (variant, command, answer) of a new worker that gets these alone, but for those without an answer."""
         self.end()
-        how = {"share": False, "parity": False}
+        how, done = {"share": False, "parity": False}, 0
         for tries_left in (1, 0):
             try:
                 worker, _ = self._begun(self.request.environment, how, starts_ahead=not is_last)
-                answers = []
-                for variant, command in asks:
+                for number, (variant, command) in enumerate(asks):
+                    if number < done and command["do"] != "capture":
+                        continue
                     answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
-                    if answer.pop("say") != "done":
-                        break
-                    answers.append((variant, command, answer))
-                return answers
+                    done = max(done, number + 1)
+                    if answer.pop("say") == "done":
+                        yield variant, command, answer
+                    elif answer["fatal"]:
+                        return
+                return
             except WorkerEnded as end:
                 if end.signal != signal.SIGKILL or not tries_left:
-                    return []
+                    return
             finally:
                 self.end()
-        return []
 
     def _make_room(self, variant, reason):
         """The variant ran by itself, and does not fit beside the others."""
@@ -185,6 +201,11 @@ class BuildWorker:
         if self._next is not None:
             self._next[1].end()
             self._next = None
+
+    @property
+    def shares(self) -> bool:
+        """Whether eager steps take their memory from the graphs' pool."""
+        return self._shares
 
     def remaining(self) -> list[str]:
         """Return the variants that are not left out, without the control."""

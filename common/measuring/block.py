@@ -87,9 +87,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def scale_state(named_state, seed: int) -> None:
-    """Scale each floating-point tensor of the state in place by 2.5 to 5 % up or down, by `seed` and its name.
+    """Scale floating-point tensors of the state in place by 2.5 to 5 % up or down, by `seed` and the tensor's name.
 
-    Shards of one tensor, and its copies on other ranks, have one name and so one factor.
+    Left alone are DTensors, tensors of FP8, and those of fewer than LEAST_ELEMENTS elements. Shards of one tensor have
+    one name, so one factor.
     """
     for name, tensor in named_state:
         own = tensor.detach()

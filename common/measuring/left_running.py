@@ -48,8 +48,8 @@ def processes() -> set[int]:
 
 def _is_running(pid) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        words = Path(f"/proc/{pid}/cmdline").read_text()
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except OSError:
         return False
     return state not in "ZX" and not any(helper in words for helper in HELPERS)
@@ -84,6 +84,6 @@ class Before:
 
 def _name_of(pid) -> str:
     try:
-        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({pid})"
+        return f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} ({pid})"
     except OSError:
         return str(pid)

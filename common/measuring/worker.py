@@ -110,10 +110,12 @@ class Worker:
                 "moved_state": moved and f"moved the training state: {moved}",
                 "error": self._outlived(command, before),
             }
-            for kind, reason in found.items():
-                if reason:
-                    self.say({"say": "failed", "kind": kind, "reason": reason, "fatal": True})
-                    return False
+            for rank, own in enumerate(of_all_ranks(found)):
+                for kind, reason in own.items():
+                    if reason:
+                        where = f"rank {rank}: " if self.world_size > 1 else ""
+                        self.say({"say": "failed", "kind": kind, "reason": f"{where}{reason}", "fatal": True})
+                        return False
             self.say({"say": "done", **facts})
             return True
         except Closed:

@@ -118,6 +118,11 @@ class Snapshot:
         return states + [(generator.set_state, generator.get_state()) for generator in self._generators]
 
     @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters of what training changes."""
+        return self._parameters
+
+    @property
     def generators(self) -> list[torch.Generator]:
         """Generators besides torch's own, which a graph has to know."""
         return self._generators

@@ -227,9 +227,13 @@ def of_mine(state: StepState) -> Outcome:
         return own
     evidence = own.text
     if own.finding is not None and own.finding.level == WRONG:
-        with torch_settings.deterministic_kernels():
+        cause = ""
+        # The finding stands without its cause, too.
+        with torch_settings.deterministic_kernels(), contextlib.suppress(Exception):
             cause = _cause_of_mine(state)
         evidence = f"{cause}; {own.finding.evidence}" if cause else own.finding.evidence
+    if own.finding is None and state.device.type == "cpu":
+        return own
     level = own.finding.level if own.finding is not None else STOPS
     said = "trains otherwise, see above" if level == WRONG else "cannot be captured, see above"
     return replace(own, text=said, finding=Finding("your capture", level, str(state.path), evidence))
@@ -237,10 +241,15 @@ def of_mine(state: StepState) -> Outcome:
 
 def _cause_of_mine(state: StepState) -> str:
     """Train eagerly as a capture does that makes a known mistake: one that gives the same numbers is the cause."""
-    mine, names = parity.course(state, MINE.make(state).step), [name for name, _ in state.snapshot.tensors]
+    variant, names = MINE.make(state), [name for name, _ in state.snapshot.tensors]
+    try:
+        mine = parity.course(state, variant.step)
+    finally:
+        variant.close()
 
     def is_like(make_step):
-        return parity.difference(mine, mine, parity.course(state, make_step), names) is None
+        # Of all ranks, or they would make other steps.
+        return not ranks.first(parity.difference(mine, mine, parity.course(state, make_step), names) is not None)
 
     def frozen(values):
         def step(index):

@@ -12,7 +12,7 @@ from common.training.snapshot import storage_id
 from common.variant import Capture, Compiled, Unsupported
 from common.your_step.compiled import deadline
 from common.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
-from common.your_step.state import StepState, errors_with_lines
+from common.your_step.state import StepState
 
 
 @variant("eager", kind="eager", help="the step as it is", parity="bitwise", headline=True)
@@ -106,13 +106,29 @@ class Mine:
     def __init__(self, state: StepState, capture: Capture):
         if state.make_mine is None:
             raise Unsupported('build hands over no capture of its own: {"eager": step, "mine": make_mine} has one')
-        self.state, self.mine = state, state.captured_mine()
+        self.state, self._following = state, -1
+        try:
+            self.mine, self._gradients = state.captured_mine()
+        except ValueError as error:
+            if state.device.type == "cpu":
+                raise Unsupported(f"without a GPU: {error}") from error
+            raise
+
+    def enter(self) -> None:
+        """See `common.variant`."""
+        self._following = -1
+
+    def leave(self) -> None:
+        """See `common.variant`."""
 
     def step(self, index: int) -> None:
         """Train on batch `index`."""
-        with errors_with_lines(self.state.path, "mine"):
-            loss = self.mine(self.state.batch(index))
-        self.state.keep_loss(index, loss)
+        if index != self._following:
+            # A reset, or eager steps, have bound others; an optimizer that follows a replay reads those of the capture.
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+        self._following = index + 1
+        self.state.keep_loss(index, self.state.call_mine(self.mine, index))
 
 
 class _Noted(TorchDispatchMode):

@@ -28,7 +28,8 @@ def look(step, owned: list) -> tuple[dict, dict]:
 class Moving:
     """Plain values on the host that a step changes, such as a count of steps in a dict, to be put back.
 
-    Made before a step. `keep` after it remembers which have changed, and the values that `put_back` sets again.
+    Made before the first step. `note` after each step finds out which have changed, `keep` remembers their values, and
+    `put_back` sets these again.
     """
 
     def __init__(self, step, owned: list):
@@ -37,10 +38,22 @@ class Moving:
         self._kept: list[tuple[Callable, object]] = []
         self.names: list[str] = []
 
+    def note(self) -> None:
+        """Add the names of the values that have changed since this was made or noted."""
+        values, before = _find(self._step, self._owned).values, self._before
+        changed = [name for name in values if name in before and before[name] != values[name]]
+        self.names += [name for name in changed if name not in self.names and not name.startswith("len(")]
+        self._before = values
+
+    def keep_before(self, step: Callable[[], object]) -> None:
+        """Make a step, and remember the values from before it of what it changes."""
+        before = _find(self._step, self._owned)
+        step()
+        self.note()
+        self._kept = [(before.puts[name], before.values[name]) for name in self.names if name in before.puts]
+
     def keep(self) -> None:
-        """Remember the values that have changed since this was made, and their names."""
-        found, before = _find(self._step, self._owned), self._before
-        self.names = [name for name in found.puts if name in before and before[name] != found.values[name]]
+        """Remember the values as they are now."""
         self._kept = self.now()
 
     def now(self) -> list[tuple[Callable, object]]:
@@ -51,8 +64,8 @@ class Moving:
     def put_back(self, values: list[tuple[Callable, object]] | None = None) -> None:
         """Set them to their values at `keep`, or to those that `now` gave."""
         for put, value in self._kept if values is None else values:
-            # A list may be shorter now.
-            with contextlib.suppress(LookupError, AttributeError):
+            # A list may be shorter now, and a class may refuse a value.
+            with contextlib.suppress(Exception):
                 put(value)
 
 

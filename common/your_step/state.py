@@ -48,17 +48,19 @@ class StepState:
             self.optimizers = [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
             self.losses: dict[int, torch.Tensor | float] = {}
             has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.modules)
+            # Counts and rates in dicts, closures and objects, which no object of torch holds.
+            self.moving = host_values.Moving(self.step, self.owned)
+            self.moving_of_mine: host_values.Moving | None = None
             for index in range(DDP_WARM_STEPS if has_ddp else WARM_STEPS):
-                moving, start = host_values.Moving(self.step, self.owned), time.monotonic()
+                start = time.monotonic()
                 self.train(index)
                 variants.synchronize()
-            # Seconds of the last of these steps.
-            self.step_s = time.monotonic() - start
+                # Seconds of the last of these steps.
+                self.step_s = time.monotonic() - start
+                self.moving.note()
         # Before the snapshot, so that a start that is broken already is told from a step that breaks.
         self.warm_losses = [float(loss) for loss in self.losses.values()]
         self.snapshot = Snapshot(self.owned, device)
-        # Counts and rates in dicts, closures and objects, which no object of torch holds.
-        self.moving = moving
         self.moving.keep()
         self.layers = _layers(self.modules)
         signatures = [signature_of(batch) for batch in self.batches]
@@ -87,8 +89,10 @@ class StepState:
         for hook in hooks:
             hook.remove()
 
-    def captured_mine(self) -> Callable:
-        """Let the file capture its step, and return mine(batch) -> loss. The state is put back.
+    def captured_mine(self) -> tuple[Callable, list]:
+        """Let the file capture its step; return mine(batch) -> loss, and (parameter, gradient) after the capture.
+
+        The state is put back, and so is at each reset what mine moves on the host.
 
         Raises:
             ValueError: the capture raises, or gives no step.
@@ -100,8 +104,16 @@ class StepState:
         if not callable(mine):
             raise ValueError(f"{self.path.name}: mine() returned a {type(mine).__name__}; it has to return a step")
         variants.synchronize()
+        gradients = [(parameter, parameter.grad) for parameter in self.snapshot.parameters]
+        self.moving_of_mine = host_values.Moving(mine, [])
+        self.moving_of_mine.keep_before(lambda: self.call_mine(mine, 0))
         self.reset()
-        return mine
+        return mine, gradients
+
+    def call_mine(self, mine, index: int):
+        """Return the loss of the user's own capture for batch `index`."""
+        with errors_with_lines(self.path, "mine"):
+            return mine(self.batch(index))
 
     def keep_loss(self, index: int, loss) -> None:
         """Remember the loss of a step, a tensor of one element or a number, without waiting for the device."""
@@ -120,6 +132,8 @@ class StepState:
     def reset(self) -> None:
         """Put everything back to the state after the first steps."""
         self.snapshot.restore()
+        if self.moving_of_mine is not None:
+            self.moving_of_mine.put_back()
         self.moving.put_back()
         self.losses.clear()
 

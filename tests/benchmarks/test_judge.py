@@ -183,6 +183,22 @@ def test_an_audit_compares_movement_and_allows_what_is_declared():
     assert verdict(audited(made_run(), losses=[1.0, None])).fault == Fault.AUDIT
 
 
+def test_a_single_audit_that_differs_by_rounding_accuses_nobody():
+    run = audited(made_run())
+    variant(run).audits[1].own.losses = [1.0, 0.504]
+    assert verdict(run).fault is None
+    variant(run).audits[1].own.losses = [1.0, 0.506]
+    assert verdict(run).fault == Fault.AUDIT
+
+
+def test_who_raises_in_an_audit_where_eager_trains_is_named():
+    run = audited(made_run())
+    variant(run).audits[1].own, variant(run).audits[1].raised = None, "AssertionError: no"
+    assert "it raised AssertionError: no, where eager trained" in verdict(run).reason
+    variant(run).audits[1].repetition = None
+    assert verdict(run).fault is None
+
+
 def test_an_audit_that_was_not_repeated_accuses_nobody():
     run = audited(made_run(), losses=[3.0, 3.0])
     for each in variant(run).audits:

@@ -5,21 +5,22 @@ import pytest
 from benchmarks.files.partial import Partial
 from benchmarks.measuring import audit
 
-STEPS = {"untimed": 2, "timed": 30, "drained": 3, "resets_each": False}
+STEPS = {"untimed": 2, "timed": 30, "drained": 3, "resets_each": True}
 
 
 @pytest.fixture
 def begun(tmp_path):
-    def make(**plan):
+    def make(ms=10.0, more=None, **plan):
+        more = more or {}
         facts = Partial(tmp_path / "a.partial.jsonl")
-        facts.add("plan", build="", base="eager", steps=STEPS, **plan)
+        facts.add("plan", build="", base="eager", steps=STEPS | more, paces={"eager": {"ms": ms}}, **plan)
         return facts
 
     return make
 
 
 def add(facts, variant, command, **more):
-    kept = {key: command[key] for key in ("number", "seed", "first", "timed")}
+    kept = {key: command[key] for key in ("number", "seed", "first", *audit.STEPS)}
     facts.add("audit", build="", variant=variant, **kept, **more)
 
 
@@ -40,6 +41,12 @@ def test_each_variant_has_audits_of_its_own_and_the_base_comes_first(begun):
         ("eager", 1),
         ("graph_step", 1),
     ]
+
+
+@pytest.mark.parametrize(("ms", "more"), [(300.0, {}), (10.0, {"resets_each": False})])
+def test_a_variant_whose_steps_or_resets_take_long_has_one_on_a_gpu(begun, ms, more):
+    facts = begun(ms, more, period=1)
+    assert len(asked(facts)) == 2 and len(asked(facts, "cpu")) == 6
 
 
 @pytest.mark.parametrize(("period", "timed"), [(None, 8), (1, 8), (4, 8), (3, 9), (15, 15), (30, 30)])

@@ -67,7 +67,7 @@ STEPS = {"untimed": 2, "timed": 20, "drained": 3, "resets_each": True}
 class FakeWorker:
     """A worker that answers at once."""
 
-    apart, facts = False, {"period": 1, "least_steps": 0, "gpus": []}
+    apart, shares, raising, facts = False, False, (), {"period": 1, "least_steps": 0, "gpus": []}
 
     def __init__(self, names):
         self.names, self.captured, self.asked, self.alones = names, list(names), [], []
@@ -83,8 +83,10 @@ class FakeWorker:
         fact = block(variant, 0, 0)
         return {key: value for key, value in fact.items() if key not in ("build", "variant", "cycle", "place", "busy")}
 
+    def try_ask(self, variant, command):
+        return {"raised": "AssertionError: no"} if variant in self.raising else self.ask(variant, command)
+
     def alone(self, asks, is_last):
-        """Answer all; `ended` is where it would have."""
         self.alones.append(asks)
         return [(name, command, self.ask(name, command)) for name, command in asks]
 
@@ -152,6 +154,23 @@ def test_eager_repeats_the_audits_of_all_in_one_process_and_only_those_that_are_
     measurement._audit()
     measurement._measure_alone()
     assert len(measurement.worker.asked) == asked
+
+
+def test_who_raises_in_an_audit_is_not_left_out_and_after_the_base_nobody_is_audited(tmp_path):
+    measurement, own = measurement_of(tmp_path, ["eager"], ["graph_a", "graph_b"])
+    measurement._measure_cycles()
+    measurement.worker.raising = ("graph_a",)
+    measurement._audit()
+    measurement._measure_alone()
+    found = partial.folded(own.facts).builds[""].variants
+    assert {each.raised for each in found["graph_a"].audits} == {"AssertionError: no"}
+    assert all(each.repetition for name in ("graph_a", "graph_b") for each in found[name].audits)
+    other, facts = measurement_of(tmp_path / "other", ["eager"], ["graph_a", "graph_b"])
+    other._measure_cycles()
+    other.worker.raising = ("eager", "graph_a")
+    other._audit()
+    assert [each["variant"] for each in facts.of("audit")] == ["eager"]
+    assert partial.folded(facts.facts).builds[""].variants["eager"].audits[0].raised == "AssertionError: no"
 
 
 def test_a_base_that_fails_in_its_audit_is_not_asked_again(tmp_path):

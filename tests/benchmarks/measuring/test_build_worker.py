@@ -97,7 +97,7 @@ def test_a_start_that_ends_without_an_answer_is_tried_twice(own, monkeypatch, ho
     with pytest.raises(WorkerEnded, match=how.reason):
         own.ask("eager", {"do": "capture"})
     assert len(left) == 1
-    assert own.alone(ALONE, is_last=True)
+    assert list(own.alone(ALONE, is_last=True))
 
 
 @pytest.mark.parametrize("made", [Ends(REFUSED, "wait"), Answers(period=3)], ids=["refusal", "another model"])
@@ -112,8 +112,38 @@ def test_an_answer_is_not_asked_for_twice(own, monkeypatch, made):
 def test_a_question_to_a_worker_of_its_own_is_tried_twice(own, monkeypatch):
     own.request.command = lambda variant: []
     left = starts(monkeypatch, Ends(KILLED, "alone"), Answers(), Ends(SILENT, "alone"), Answers())
-    assert own.alone(ALONE, is_last=True) == [(*ALONE[0], FACTS)]
-    assert own.alone(ALONE, is_last=True) == [] and len(left) == 1
+    assert list(own.alone(ALONE, is_last=True)) == [(*ALONE[0], FACTS)]
+    assert list(own.alone(ALONE, is_last=True)) == [] and len(left) == 1
+
+
+class Refuses(Answers):
+    """Has no answer to blocks, and goes on."""
+
+    def call(self, command, limit_s):
+        answer = super().call(command, limit_s)
+        failed = {"say": "failed", "kind": "error", "reason": "refused", "fatal": False}
+        return failed if command["do"] == "block" else answer
+
+
+def test_of_a_worker_of_its_own_every_answer_counts_that_there_is(own, monkeypatch):
+    own.request.command = lambda variant: []
+    asks = [ALONE[0], ("eager", {"do": "capture"}), ("eager", {"do": "block"}), ("eager", {"do": "course"})]
+    starts(monkeypatch, Refuses(), Ends(SILENT, "block"), Ends(KILLED, "block"), Answers())
+    done = [[command["do"] for _, command, _ in own.alone(asks, is_last=True)] for _ in range(3)]
+    assert done == [
+        ["alone", "capture", "course"],
+        ["alone", "capture"],
+        ["alone", "capture", "capture", "block", "course"],
+    ]
+
+
+def test_a_question_that_may_fail_leaves_nothing_out(own, monkeypatch):
+    own.request.command = lambda variant: []
+    starts(monkeypatch, Refuses(), Ends(KILLED, "block"))
+    assert own.try_ask("eager", {"do": "block"}) == {"raised": "refused"}
+    own.end()
+    assert "SIGKILL" in own.try_ask("eager", {"do": "block"})["raised"]
+    assert own.remaining() == ["eager"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.your_step import doctor
-from common.your_step.findings import STOPS, WRONG
+from common.your_step.findings import WRONG
 from common.your_step.state import StepState
 
 CPU = torch.device("cpu")
@@ -75,12 +75,52 @@ def test_a_capture_that_trains_otherwise_is_told_with_its_cause(tmp_path, before
     assert not own.is_equal and own.finding.level == WRONG and cause in own.finding.evidence
 
 
-def test_a_capture_that_dies_is_told_with_its_line(tmp_path):
-    own = found_by(written(tmp_path, returned="1 / 0"))
-    assert own.finding.level == STOPS
-    assert "my_step.py:29: mine raised ZeroDivisionError" in own.finding.evidence
-    own = found_by(written(tmp_path, returned="return 3"))
-    assert own.finding.level == STOPS and "mine() returned a int; it has to return a step" in own.finding.evidence
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("1 / 0", "my_step.py:29: mine raised ZeroDivisionError"),
+        ("return 3", "mine() returned a int; it has to return a step"),
+    ],
+)
+def test_a_capture_that_dies_is_told_with_its_line_and_on_a_cpu_stands_against_nothing(tmp_path, returned, said):
+    own = found_by(written(tmp_path, returned=returned))
+    assert not own.is_equal and own.finding is None and said in own.text and "without a GPU" in own.text
+
+
+def test_an_optimizer_that_follows_a_replay_steps_on_the_gradients_of_the_capture(tmp_path):
+    """What a replay fills are the gradients of the capture, whatever a reset or eager steps have bound since."""
+    capture = """
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        static = [parameter.grad for parameter in model.parameters()]
+
+        def replay(batch):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (1 + count["it"])
+            loss = model(batch).square().mean()
+            for into, gradient in zip(static, torch.autograd.grad(loss, list(model.parameters()))):
+                into.copy_(gradient)
+            optimizer.step()
+            count["it"] += 1
+            return loss
+"""
+    text = STEP.replace("BEFORE", "pass").replace("KEPT", "batch")
+    text = text.replace("        kept = dict(count)\n", capture).replace(
+        "        def replay(batch):\n            pass\n", ""
+    )
+    text = text.replace("            return step(batch)\n", "")
+    (tmp_path / "my_step.py").write_text(text)
+    assert found_by(f"{tmp_path}/my_step.py:build").is_equal
+
+
+def test_what_the_capture_alone_moves_is_put_back(tmp_path):
+    own = "nonlocal_count = {'it': 0}\n        kept = nonlocal_count"
+    before = "count['it'] = START + kept['it']; kept['it'] += 1"
+    text = (
+        STEP.replace("BEFORE", before.replace("START", "3")).replace("KEPT", "batch").replace("kept = dict(count)", own)
+    )
+    (tmp_path / "my_step.py").write_text(text)
+    assert found_by(f"{tmp_path}/my_step.py:build").is_equal
 
 
 @pytest.mark.parametrize(
