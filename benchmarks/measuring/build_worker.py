@@ -52,6 +52,7 @@ class BuildWorker:
         # Started ahead, while another one works: it imports meanwhile.
         self._next: tuple[dict, Worker] | None = None
         self._killed: set[str] = set()
+        self._stopped: set[str] = set()
 
     def ask(self, variant: str, command: dict, parity: bool = False) -> dict:
         """Return the worker's answer; start a worker where none runs, with `parity` the one that the build has for it.
@@ -74,6 +75,8 @@ class BuildWorker:
                 self.leave_out(variant, end.kind, str(end))
             raise TryAgain from None
         if answer.pop("say") == "done":
+            if answer.pop("was_stopped", False):
+                self._was_stopped(variant)
             return answer
         if answer["kind"] == "oom" and command["do"] != "parity" and not self.apart:
             self._make_room(variant, answer["reason"])
@@ -81,6 +84,16 @@ class BuildWorker:
             self.leave_out(variant, answer["kind"], answer["reason"])
             if answer["fatal"]:
                 self.end()
+        raise TryAgain
+
+    def _was_stopped(self, variant):
+        """The process that watches the clock was stopped in a block, by a user perhaps; TryAgain."""
+        said = "this process was stopped while it timed a block"
+        if variant in self._stopped:
+            self.leave_out(variant, "error", said)
+        else:
+            self._stopped.add(variant)
+            self.say(f"  {said} of {variant}: the cycle is measured again")
         raise TryAgain
 
     def _start(self, parity) -> Worker:
@@ -151,7 +164,7 @@ class BuildWorker:
             self.end()
             return {"raised": str(end)[:400]}
         if answer.pop("say") == "done":
-            return answer
+            return answer | {"raised": "this process was stopped"} if answer.pop("was_stopped", False) else answer
         if answer["fatal"]:
             self.end()
         return {"raised": answer["reason"]}

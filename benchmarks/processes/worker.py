@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -21,8 +22,15 @@ from benchmarks.command import Mistake
 from benchmarks.processes import launch, supervisor
 from common.measuring.channel import Channel, Closed
 
+# How often this process was stopped and has gone on.
+_stops = 0
 START_LIMIT_S = 180.0
 POLL_S = 0.5
+
+
+def _note_stop(*_) -> None:
+    global _stops
+    _stops += 1
 
 
 class WorkerEnded(RuntimeError):
@@ -62,6 +70,8 @@ class Worker:
 
     def __init__(self, command: list[str], environment: dict, log: Path):
         self.log, self.start_s = log, time.monotonic()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCONT, _note_stop)
         # A launcher has to end what it started on other machines, so it is asked first.
         asks = command[0] != sys.executable
         self._patience_s = supervisor.TERMINATE_S + (supervisor.ASK_S if asks else 0.0)
@@ -97,11 +107,13 @@ class Worker:
 
         Returns:
             The last message, whose "say" is "done" or "failed". Where the worker marked the begin and the end of timed
-            steps, "parent_s" is the time between the two by the clock of this process, "whole_s" that of the call.
+            steps, "parent_s" is the time between the two by the clock of this process, "whole_s" that of the call, and
+            "was_stopped" whether this process was stopped meanwhile, so that it did not see when they came.
         """
         self.wait()
         assert self._channel is not None, "it has answered"
         marks: dict[str, float] = {}
+        stops = _stops
         try:
             sent_s = heard_s = time.monotonic()
             self._channel.send(command)
@@ -118,6 +130,7 @@ class Worker:
                     if {"timed_begin", "timed_end"} <= set(marks):
                         message["parent_s"] = round(marks["timed_end"] - marks["timed_begin"], 5)
                         message["whole_s"] = round(now_s - sent_s, 5)
+                        message["was_stopped"] = _stops != stops
                     return message
                 marks[message["say"]] = now_s
         except Closed:

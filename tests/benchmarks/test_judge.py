@@ -122,6 +122,13 @@ def test_each_fault_is_found_and_named_and_eager_stays_sound(fault):
     assert judge.judged(run)[""].ratio_of("graph_layer") is None and not judge.is_sound(run)
 
 
+def test_a_block_s_own_two_clocks_agree():
+    """The steps' clock is bent, and the process that watches was stopped for as long."""
+    assert verdict(change(made_run(), cycles=[5], worker_s=0.3)).fault == Fault.CLOCK
+    assert verdict(change(made_run(ranks=2), cycles=[5], worker_s=0.1)).fault is None
+    assert verdict(change(made_run(ranks=2), cycles=[5], worker_s=0.3)).fault == Fault.CLOCK
+
+
 def test_less_work_outside_counts_where_most_blocks_show_it():
     one, most = (change(outside(made_run()), cycles=cycles, whole_s=0.55) for cycles in ([5], EVERY))
     assert verdict(one).fault is None and verdict(most).fault == Fault.OUTSIDE

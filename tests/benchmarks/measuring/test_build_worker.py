@@ -1,5 +1,6 @@
 """benchmarks/measuring/build_worker.py: all workers of a build have one model, and each start is tried twice."""
 
+import os
 import signal
 from types import SimpleNamespace
 
@@ -7,8 +8,9 @@ import pytest
 
 from benchmarks import run
 from benchmarks.files.partial import SUFFIX, Partial
-from benchmarks.measuring.build_worker import BuildWorker, StartFailed
+from benchmarks.measuring.build_worker import BuildWorker, StartFailed, TryAgain
 from benchmarks.measuring.request import BuildRequest, Settings
+from benchmarks.processes import worker
 from benchmarks.processes.worker import WorkerEnded
 
 FACTS = {"config": {"layers": 8, "batch": 4}, "flops_per_step": 2.0, "items_per_step": 4, "period": None}
@@ -114,6 +116,29 @@ def test_a_question_to_a_worker_of_its_own_is_tried_twice(own, monkeypatch):
     left = starts(monkeypatch, Ends(KILLED, "alone"), Answers(), Ends(SILENT, "alone"), Answers())
     assert list(own.alone(ALONE, is_last=True)) == [(*ALONE[0], FACTS)]
     assert list(own.alone(ALONE, is_last=True)) == [] and len(left) == 1
+
+
+def test_a_block_in_which_this_process_was_stopped_is_measured_again_and_then_left_out(own, monkeypatch):
+    own.request.command = lambda variant: []
+    starts(monkeypatch, Answers(was_stopped=True))
+    for left in (["eager"], []):
+        with pytest.raises(TryAgain):
+            own.ask("eager", {"do": "block"})
+        assert own.remaining() == left
+    assert own.try_ask("eager", {"do": "block"})["raised"] == "this process was stopped"
+
+
+def test_a_stop_of_this_process_is_counted(own, monkeypatch, tmp_path):
+    monkeypatch.setattr(worker.supervisor, "start", lambda *words, **more: None)
+    monkeypatch.setattr(worker, "_listening", lambda folder: None)
+    before = signal.getsignal(signal.SIGCONT)
+    try:
+        worker.Worker(["x"], {}, tmp_path / "log")
+        stops = worker._stops
+        os.kill(os.getpid(), signal.SIGCONT)
+        assert worker._stops == stops + 1
+    finally:
+        signal.signal(signal.SIGCONT, before)
 
 
 class Refuses(Answers):
