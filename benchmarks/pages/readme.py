@@ -94,9 +94,9 @@ def front(found: Found, page: Path, argument: str = "") -> str:
         name += f" ({line.submitted})" if line.submitted else ""
         name += f", {in_markdown(line.more)}" if line.more else ""
         graph_ms = ", ".join(f"{own.ms:,.2f} ({own.gpu})" for own in line.gpus)
-        texts = [graph_ms, tables.two(line.base_ms), tables.two(line.gain, "x"), line.hosts_text]
+        texts = [graph_ms, tables.two(line.base_ms), tables.two(line.gain, "x"), _memory(line), line.hosts_text]
         lines.append([name, *map(in_markdown, texts)])
-    names = ["Workload (version of MLPerf)", "graph ms", "eager ms over hosts", "gain over hosts", "hosts"]
+    names = ["Workload (version of MLPerf)", "graph ms", "eager ms over hosts", "gain over hosts", "GiB", "hosts"]
     return tables.markdown(names, lines) if lines else NOTHING
 
 
@@ -136,30 +136,18 @@ def _kernel_us(found: Found) -> Range | None:
 
 
 def _needs(found, page, argument):
-    lines = headlines.of(found)
-    if not lines:
+    if not headlines.of(found):
         return NOTHING
-    needs: dict[str, list[tuple[int, str]]] = {}
-    for line in sorted(lines, key=lambda line: line.gpus[0].run is None):
-        is_new = line.name not in [name for each in needs.values() for _, name in each]
-        sized = [(own.reserved_bytes, own) for own in line.gpus if own.reserved_bytes] if is_new else []
-        for size, gpu in sized[:1]:
-            needs.setdefault(_with_gb(gpu), []).append((size, line.name))
-    texts = []
-    for title, each in sorted(needs.items()):
-        sizes = [f"{in_markdown(name)} {size / GIB:.1f}" for size, name in sorted(each)]
-        texts.append(f"on {in_markdown(title)}: {', '.join(sizes)}")
-    memory = f"Memory, in GiB that torch reserves at most, the graph alone in a process, {'; '.join(texts)}."
+    memory = "GiB: the most that torch reserved, with the graph alone in a process."
     minutes = [own for _, run in found.runs if _is_bench(run) and (own := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
-    return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", memory if texts else ""]))
+    return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", memory]))
 
 
-def _with_gb(own: headlines.OnGpu) -> str:
-    """H100 80GB, where the driver's name has it."""
-    names = [gpu.name for gpu in own.run.host.gpus[:1]] if own.run else []
-    size = re.search(r"\b\d+GB\b", names[0]) if names else None
-    return f"{own.gpu} {size[0]}" if size else own.gpu
+def _memory(line: Headline) -> str:
+    """GiB of the graph alone, and on which GPU."""
+    sizes = [f"{own.reserved_bytes / GIB:.1f} ({own.gpu})" for own in line.gpus if own.reserved_bytes]
+    return sizes[0] if sizes else ""
 
 
 def minutes_of(run: Run) -> float:
