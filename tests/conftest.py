@@ -26,6 +26,9 @@ num_modules_frozen = 0
 
 
 @pytest.hookimpl(optionalhook=True)
+LONGEST = "test_every_model.py::test_all_variants"
+
+
 def pytest_xdist_make_scheduler(config, log):
     """Keep the tests of a file together: pytest 9.2 ignores how pytest-xdist 3.8 marks a group."""
     if config.getvalue("dist") != "loadgroup":
@@ -49,7 +52,10 @@ def pytest_runtest_setup():
         num_modules_frozen = len(sys.modules)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("dist", "no") == "loadgroup":
+        # The longest begin first: at the end one process would work on them, and the others wait.
+        items.sort(key=lambda item: LONGEST not in item.nodeid)
     lacking = {"gpu": _no_gpu, "slurm": _no_slurm}
     for marker, find_reason in lacking.items():
         marked = [item for item in items if item.get_closest_marker(marker)]
