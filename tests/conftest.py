@@ -25,10 +25,10 @@ IN_ONE_PROCESS = ("tests/benchmarks/slurm/test_slurm.py", "tests/common/measurin
 num_modules_frozen = 0
 
 
-@pytest.hookimpl(optionalhook=True)
 LONGEST = "test_every_model.py::test_all_variants"
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Keep the tests of a file together: pytest 9.2 ignores how pytest-xdist 3.8 marks a group."""
     if config.getvalue("dist") != "loadgroup":
