@@ -199,7 +199,7 @@ class Capture(Struct, kw_only=True):
 
 
 class Trained(Struct, kw_only=True):
-    """What a block trained, and how fast; `losses` and `moved` as those of `Block`."""
+    """The training of a block, and its speed; `losses` and `moved` as those of `Block`."""
 
     step_ms: list[Ms]
     losses: list[Finite | None]

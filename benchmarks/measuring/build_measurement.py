@@ -349,7 +349,7 @@ class BuildMeasurement:
 
 
 def _trained(answer) -> dict:
-    """What of a block's answer says what it trained, and how fast."""
+    """The part of a block's answer that says what it trained, and how fast."""
     return {key: answer[key] for key in ("step_ms", "losses", "moved")}
 
 

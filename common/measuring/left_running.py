@@ -1,4 +1,4 @@
-"""What works on beside the training: Python threads, and processes that this one or its children have started.
+"""Threads of Python, and processes of this one and its children, that work on beside the training.
 
 A graph that leaves some running would have them work in the blocks of others. A process that lost its parent becomes a
 child of this one (`adopt_orphans`), so a process cannot hide by having its parent end.
@@ -56,7 +56,7 @@ def _is_running(pid) -> bool:
 
 
 class Before:
-    """What ran before a command, to tell afterwards what was left running."""
+    """Threads and processes that ran before a command, to tell afterwards which were left running."""
 
     def __init__(self):
         self._threads, self._processes = threads(), processes()
