@@ -319,13 +319,14 @@ def _audit_fault(variant, reference, base) -> Found | None:
     allowed = max(AUDIT_TOLERANCE, variant.tolerance or 0.0, SCATTER_FACTOR * scatter)
     # Kernels whose bits differ once in a few hundred calls let one audit part from the others.
     of_one = max(allowed, LARGEST_OF_ONE_BLOCK)
-    if variant in (base, reference):
+    is_eager = variant is base or variant is reference
+    if is_eager:
         allowed, of_one = AUDIT_TOLERANCE_OF_BASE, math.inf
     differences = [_difference(*each) for each in pairs]
     if min(differences) > allowed or max(differences) > of_one:
         said = f"its losses differ by {max(differences):.1e} from those of eager in a process of its own"
         return Found(Fault.AUDIT, f"{said}, {where}")
-    if variant in (base, reference):
+    if is_eager:
         return None
     found = [_other_movement(*each, Fault.AUDIT, f"{where} it moved", AUDIT_MOVED_TOLERANCE) for each in pairs]
     return found[0] if all(found) else None
@@ -353,7 +354,10 @@ def _audit_time_fault(variant, base, device) -> Found | None:
     # Steps that run again depend on the state.
     if variant is base or not audits or not of_base or any(block.reruns for block in variant.blocks):
         return None
-    slow, usual = (_upper_quartile([block.mean_ms for block in _quiet(each)]) for each in (variant, base))
+    times = [[block.mean_ms for block in _quiet(each)] for each in (variant, base)]
+    if not all(times):
+        return None
+    slow, usual = map(_upper_quartile, times)
     wander = max(1.0, max(of_base) / usual)
     if min(audits) <= AUDIT_SLOWER[device] * wander * slow:
         return None

@@ -156,7 +156,11 @@ class BuildWorker:
             self._next = environment, Worker(self.request.command(self.remaining()[0]), environment, self.log)
 
     def try_ask(self, variant: str, command: dict) -> dict:
-        """Return the worker's answer, or {"raised": reason}: the variant is not left out."""
+        """Return the worker's answer, or {"raised": reason}: a variant that fails is not left out.
+
+        Raises:
+            TryAgain: this process was stopped meanwhile.
+        """
         worker = self._worker or self._start(parity=False)
         try:
             answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
@@ -164,7 +168,9 @@ class BuildWorker:
             self.end()
             return {"raised": str(end)[:400]}
         if answer.pop("say") == "done":
-            return answer | {"raised": "this process was stopped"} if answer.pop("was_stopped", False) else answer
+            if answer.pop("was_stopped", False):
+                self._was_stopped(variant)
+            return answer
         if answer["fatal"]:
             self.end()
         return {"raised": answer["reason"]}

@@ -148,7 +148,7 @@ class Worker:
         return next((name for name, place in self.places.items() if now.get(name) != place), "")
 
     def _outlived(self, command, before) -> str:
-        """What a graph left running, which would work in the blocks of others, or ""."""
+        """Threads and processes that a graph left running, in a line, or ""."""
         return before.left() if self.model.kinds.get(command.get("variant")) == "graph" else ""
 
     def say(self, message):

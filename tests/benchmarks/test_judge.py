@@ -229,6 +229,8 @@ def test_a_base_that_another_process_cannot_repeat_fails_itself():
 def test_the_time_of_an_audit_counts_beyond_what_the_host_does_to_the_base():
     assert verdict(audited(made_run(), step_ms=(12.4, 13.0))).fault is None
     assert verdict(audited(made_run(), step_ms=(10.0, 99.0))).fault is None
+    run = change(audited(made_run(), step_ms=(13.0, 13.0)), busy_processes=4)
+    assert verdict(run).fault is None, "no quiet block to compare with"
     assert verdict(audited(made_run(), base_ms=(10.0, 14.0), step_ms=(13.0, 13.0))).fault is None
     assert verdict(audited(made_run(gpus=()), step_ms=(14.0, 14.0, 14.0))).fault is None
     assert verdict(audited(made_run(gpus=()), step_ms=(16.0, 16.0, 16.0))).fault == Fault.AUDIT_TIME
