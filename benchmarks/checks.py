@@ -12,7 +12,7 @@ import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.files.facts import Audit, Block, Build, Run, Trained, Variant, digits
+from benchmarks.files.facts import Again, Audit, Block, Build, Run, Trained, Variant, digits
 
 # A variant of kind "graph" whose graphs launch less than this is not the capture that its name says.
 LEAST_GRAPH_SHARE = {"cuda": 0.2, "cpu": 0.05}
@@ -22,6 +22,9 @@ LEAK_BYTES = {"cuda": 32 * 2**20, "cpu": 64 * 2**20}
 CLOCK_SHARE = 0.05
 # What a block takes outside of its timed steps, over the base's: of a single block, and of most blocks.
 OUTSIDE_SHARE, OUTSIDE_SHARE_OF_MOST, OUTSIDE_SLACK_S = 1.0, 0.25, 0.1
+# A drained step may take twice a timed one. Taken off the base twice, too, the steps of a slow base would hide its own
+# time outside, and a graph that is faster would be accused of the difference.
+STEPS_OF_VARIANT, STEPS_OF_BASE = 2, 1
 CLOCK_SLACK_S = {"cuda": 0.015, "cpu": 0.05}
 LATE_MS = 10.0
 # Rounding of a loss that is printed with seven digits.
@@ -72,10 +75,15 @@ OF_NUMBERS |= {Fault.AUDIT}
 
 @dataclass(frozen=True)
 class Found:
-    """A fault and its sentence."""
+    """A fault and its sentence.
+
+    Attributes:
+        cycle: where losses parted, if so little that eager, too, might have parted from itself there.
+    """
 
     fault: Fault
     reason: str
+    cycle: int | None = None
 
 
 def fault_of(run: Run, build: Build, name: str) -> Found | None:
@@ -174,8 +182,9 @@ def _is_other_time(block, slack_s, ranks) -> bool:
 
 def _outside_fault(variant, base, device) -> Found | None:
     """Work in the untimed or drained steps, or where the variant is entered or left, by the other process's clock."""
-    usual = [outside for block in _quiet(base) if (outside := _outside_s(block)) is not None]
-    extra = [(outside - plain.median(usual), block) for block in _quiet(variant) if (outside := _outside_s(block))]
+    usual = [outside for block in _quiet(base) if (outside := _outside_s(block, STEPS_OF_BASE)) is not None]
+    seen = [(_outside_s(block, STEPS_OF_VARIANT), block) for block in _quiet(variant)]
+    extra = [(outside - plain.median(usual), block) for outside, block in seen if outside is not None and usual]
     if variant is base or not usual or not extra:
         return None
     # A busy CPU may keep the base waiting there, too.
@@ -190,11 +199,14 @@ def _outside_fault(variant, base, device) -> Found | None:
     return Found(Fault.OUTSIDE, said)
 
 
-def _outside_s(block: Block) -> float | None:
-    """Return the time of a block beside its timed steps, less twice that of its other steps; None in older files."""
+def _outside_s(block: Block, factor: float) -> float | None:
+    """Return the time of a block beside its timed steps, less `factor` times that of its other steps.
+
+    None in older files.
+    """
     if block.whole_s is None:
         return None
-    return block.whole_s - block.parent_s - 2 * (block.untimed_steps + block.drained_steps) * block.mean_ms / 1e3
+    return block.whole_s - block.parent_s - factor * (block.untimed_steps + block.drained_steps) * block.mean_ms / 1e3
 
 
 def _late_fault(variant, base, device) -> Found | None:
@@ -274,7 +286,8 @@ def _training_fault(variant, reference, build, device) -> Found | None:
             return Found(Fault.LOSSES, f"its losses in cycle {own.cycle} are not those of as many steps")
         if deviation > of_one_block:
             said = f"its losses in cycle {own.cycle} differ from the reference's by {deviation:.1e}"
-            return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}")
+            cycle = own.cycle if deviation <= LARGEST_OF_ONE_BLOCK else None
+            return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}", cycle)
         deviations.append(deviation)
         pairs.append((own, other))
         found = _movement_fault(own, other)
@@ -287,7 +300,7 @@ def _training_fault(variant, reference, build, device) -> Found | None:
     middle = plain.median(deviations) if deviations else 0.0
     if middle > bound:
         said = f"its losses differ from the reference's by {middle:.1e} in most cycles"
-        return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}")
+        return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}", variant.blocks[-1].cycle)
     return None
 
 
@@ -384,8 +397,8 @@ def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:
 
 def scatter_of_losses(reference: Variant) -> float:
     """Return the largest relative difference between losses of two blocks of a reference that begin alike."""
-    firsts: dict[int, Block] = {}
-    blocks = [block for block in reference.blocks if block.reset]
+    firsts: dict[int, Block | Again] = {}
+    blocks = [*(block for block in reference.blocks if block.reset), *reference.again]
     deviations = [loss_deviation(each.losses, firsts.setdefault(each.first, each).losses) for each in blocks]
     return max((each for each in deviations if each is not None), default=0.0)
 

@@ -206,6 +206,16 @@ class Trained(Struct, kw_only=True):
     moved: list[Finite | None]
 
 
+class Again(Trained, kw_only=True):
+    """A block of the base beyond the cycles: does eager part from itself where a variant parted from it?
+
+    Attributes:
+        first: number of the first step, as of the cycle whose losses parted.
+    """
+
+    first: Index
+
+
 class Audit(Struct, kw_only=True):
     """A block from a state that a secret draw has scaled (common.measuring.block.scale_state).
 
@@ -271,7 +281,7 @@ class Variant(Struct, kw_only=True):
         apart: each block has a process of its own.
         parity: courses before the blocks with deterministic kernels; a reference has two.
         after: courses after the blocks, on the graphs that were timed; a reference has two.
-        audits: older files have none.
+        audits, again: older files have none; `again` is of the base alone.
     """
 
     kind: Literal["eager", "graph", "compile"]
@@ -288,6 +298,7 @@ class Variant(Struct, kw_only=True):
     parity: list[Course] = field(default_factory=list)
     after: list[Course] = field(default_factory=list)
     audits: list[Audit] = field(default_factory=list)
+    again: list[Again] = field(default_factory=list)
     profile: Profile = field(default_factory=Profile)
     blocks: list[Block] = field(default_factory=list)
     sealed: Sealed | None = None

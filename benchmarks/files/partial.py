@@ -14,6 +14,7 @@ import msgspec
 
 from benchmarks.files import run_file
 from benchmarks.files.facts import (
+    Again,
     Alone,
     Audit,
     Block,
@@ -208,6 +209,7 @@ def _variant(name, declared, facts, cycles) -> Variant:
         "parity": [_as(Course, each) for each in _of(own, "parity")],
         "after": [_as(Course, each) for each in _of(own, "course")],
         "audits": [_audit(each, _of(facts, "repetition", seed=each["seed"])) for each in _of(own, "audit")],
+        "again": [_as(Again, each) for each in _of(own, "again")],
         "profile": _as(Profile, profiles[-1] if profiles else {}),
         "blocks": [_block(blocks[key]) for key in sorted(blocks)],
     }

@@ -13,7 +13,7 @@ from common.machine import host_state, memory
 from common.variant import Compiled, Unsupported, leave
 from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS, learning_rate
-from stable_diffusion.state import State, schedule
+from stable_diffusion.state import LEAST_SIZE, State, schedule
 from stable_diffusion.train import GraphedStep, eager_step, training_step
 from tests.helpers import contracts, gloo_ranks
 from tests.helpers.by_hand import trained
@@ -360,6 +360,10 @@ def test_graphs_replay_after_lightning_has_captured_its_own():
     for variant in made:
         variant.close()
     state.close()
+
+
+def test_the_smallest_preset_runs_on_a_gpu():
+    assert PRESETS["tiny"].latent_size >= LEAST_SIZE
 
 
 def test_lightning_leaves_the_weights_where_they_are(monkeypatch):

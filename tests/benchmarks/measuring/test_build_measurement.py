@@ -1,10 +1,12 @@
 """benchmarks/measuring/build_measurement.py: the blocks of cycles, and when a run has enough of them."""
 
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
-from benchmarks import judge, measure, run
+from benchmarks import checks, judge, measure, run
+from benchmarks.checks import Fault
 from benchmarks.files import partial, run_file
 from benchmarks.files.partial import Partial
 from benchmarks.measuring import block_plan, build_measurement
@@ -68,6 +70,8 @@ class FakeWorker:
     """A worker that answers at once."""
 
     apart, shares, raising, facts = False, False, (), {"period": 1, "least_steps": 0, "gpus": []}
+    # (variant, number of its block) -> its last loss, where it is no 0.5.
+    parted: ClassVar[dict[tuple[str, int], float]] = {}
 
     def __init__(self, names):
         self.names, self.captured, self.asked, self.alones = names, list(names), [], []
@@ -81,6 +85,9 @@ class FakeWorker:
         if command["do"] == "pace":
             return {"operator_us": 9.0}
         fact = block(variant, 0, 0)
+        number = sum(name == variant and each["do"] == "block" for name, each in self.asked) - 1
+        fact["first"] = command.get("first", 0)
+        fact["losses"] = [1.0, self.parted.get((variant, number), 0.5)]
         return {key: value for key, value in fact.items() if key not in ("build", "variant", "cycle", "place", "busy")}
 
     def try_ask(self, variant, command):
@@ -136,6 +143,31 @@ def test_the_control_is_blocks_of_the_base_and_the_hosts_pace_is_sampled_in_each
     blocks = [variant for variant, command in worker.asked if command["do"] == "block"]
     assert blocks.count("eager") == 24 and "control" not in blocks
     assert [cycle.operator_us for cycle in found.builds[""].cycles] == [9.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("graphs_loss", "eagers_block", "blocks_again", "fault"),
+    [
+        (0.5005, 28, 5, None),  # eager's fifth block more parts, too
+        (0.5005, None, 12, Fault.LOSSES),  # it never does
+        (0.51, 25, 0, Fault.LOSSES),  # no rounding parts so far
+    ],
+)
+def test_eager_repeats_its_block_where_a_graph_parted_a_little(
+    tmp_path, monkeypatch, graphs_loss, eagers_block, blocks_again, fault
+):
+    """Eager has made 24 blocks in eight cycles, with the control's."""
+    monkeypatch.setattr(FakeWorker, "parted", {("graph_a", 3): graphs_loss, ("eager", eagers_block): 0.5003})
+    measurement, own = measurement_of(tmp_path, ["eager"], ["graph_a", "graph_b"])
+    for name in ("graph_a", "graph_b"):
+        own.add("capture", build="", variant=name, graphs=1, promised_graphs=1, promised_replays=1)
+    measurement._measure_cycles()
+    measurement._look_again()
+    run = partial.folded(own.facts)
+    assert len(run.builds[""].variants["eager"].again) == blocks_again
+    assert {each.first for each in run.builds[""].variants["eager"].again} <= {own.of("block")[5 * 3]["first"]}
+    found = checks.fault_of(run, run.builds[""], "graph_a")
+    assert (found.fault if found else None) == fault
 
 
 def test_eager_repeats_the_audits_of_all_in_one_process_and_only_those_that_are_missing(tmp_path):
