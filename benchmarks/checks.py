@@ -398,7 +398,8 @@ def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:
 def scatter_of_losses(reference: Variant) -> float:
     """Return the largest relative difference between losses of two blocks of a reference that begin alike."""
     firsts: dict[int, Block | Again] = {}
-    blocks = [*(block for block in reference.blocks if block.reset), *reference.again]
+    blocks: list[Block | Again] = [block for block in reference.blocks if block.reset]
+    blocks += reference.again
     deviations = [loss_deviation(each.losses, firsts.setdefault(each.first, each).losses) for each in blocks]
     return max((each for each in deviations if each is not None), default=0.0)
 
