@@ -101,7 +101,7 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
         or _late_fault(variant, base, run.device)
         or _growth_fault(build, name, run.device)
         or _thread_fault(variant, base, run.device)
-        or _training_fault(variant, reference, build, run.device)
+        or _training_fault(variant, reference, build, run)
         or _audit_fault(variant, reference, base)
         or _audit_time_fault(variant, base, run.device)
     )
@@ -263,20 +263,21 @@ def _thread_fault(variant, base, device) -> Found | None:
     return Found(Fault.THREADS, f"{max(extra):g} threads more than the base in its blocks")
 
 
-def _training_fault(variant, reference, build, device) -> Found | None:
+def _training_fault(variant, reference, build, run) -> Found | None:
     if not any(moved is None or moved > 0 for block in variant.blocks for moved in block.moved):
         return Found(Fault.NOT_WATCHED, "no watched tensor of the training state moved in its blocks")
     if reference is variant:
         return None
     # What a reference that does not repeat widens is no more than the largest rounding that was seen.
-    scatter = min(scatter_of_losses(_anchor_of(build) or reference), LARGEST_OF_ONE_BLOCK)
-    bound = max(SCATTER_FACTOR * scatter, variant.tolerance or 0.0, LEAST_LOSS_DEVIATION[device])
+    least, control = LEAST_LOSS_DEVIATION[run.device], build.variants.get(run.control)
+    scatter = min(scatter_of_losses(_anchor_of(build) or reference, control), LARGEST_OF_ONE_BLOCK)
+    bound = max(SCATTER_FACTOR * scatter, variant.tolerance or 0.0, least)
     others: dict[int, Block] = {}
     for block in reference.blocks:
         others.setdefault(block.cycle, block)
     deviations, pairs = [], []
     # Where the base's own blocks part, a single one of the variant may, too, and the median counts.
-    of_one_block = max(bound, LARGEST_OF_ONE_BLOCK) if scatter > LEAST_LOSS_DEVIATION[device] else bound
+    of_one_block = max(bound, LARGEST_OF_ONE_BLOCK) if scatter > least else bound
     for own in variant.blocks:
         other = others.get(own.cycle)
         if other is None or not (own.reset and other.reset):
@@ -395,11 +396,14 @@ def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:
     return sum(all(b and a == 0 for a, b in tensor) for tensor in tensors) if pairs else 0
 
 
-def scatter_of_losses(reference: Variant) -> float:
-    """Return the largest relative difference between losses of two blocks of a reference that begin alike."""
+def scatter_of_losses(reference: Variant, control: Variant | None = None) -> float:
+    """Return the largest relative difference between losses of two blocks of a reference that begin alike.
+
+    control: the reference once more, where the run has it.
+    """
     firsts: dict[int, Block | Again] = {}
     blocks: list[Block | Again] = [block for block in reference.blocks if block.reset]
-    blocks += reference.again
+    blocks += [*reference.again, *(block for block in (control.blocks if control else []) if block.reset)]
     deviations = [loss_deviation(each.losses, firsts.setdefault(each.first, each).losses) for each in blocks]
     return max((each for each in deviations if each is not None), default=0.0)
 
