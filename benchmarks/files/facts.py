@@ -310,10 +310,12 @@ class Cycle(Struct, kw_only=True):
     Attributes:
         order: names by place.
         operator_us: the host's time for one small operator at its begin.
+        others: benchmarks on other GPUs of the host at its begin; None in older files.
     """
 
     cycle: Index
     busy_processes: Index = 0
+    others: Index | None = None
     order: list[Name] = field(default_factory=list)
     seconds: Amount | None = None
     operator_us: Amount | None = None

@@ -18,6 +18,7 @@ from benchmarks.files.partial import Partial
 from benchmarks.measuring import audit, block_plan
 from benchmarks.measuring.build_worker import BuildWorker, OutOfVariants, TryAgain
 from benchmarks.measuring.request import FEWEST_CYCLES, BuildRequest, Settings
+from benchmarks.processes import locks
 from benchmarks.processes.host_load import busy_processes
 
 # Parity makes PARITY_STEPS, or as many as the first variant makes in PARITY_S of the preset, at least three.
@@ -124,22 +125,22 @@ class BuildMeasurement:
         plan = self._plan()
         base, steps, start = plan["base"], plan["steps"], time.monotonic()
         pace: dict = {}
+        beside = {"busy": self.settings.host_load if number % 2 else 0, "others": locks.num_others()}
         others = [name for name in self.worker.remaining() if name != base]
         others += [self.settings.control] if self.settings.control else []
         seed = f"{self.partial.facts[0]['id']} {self.request.name} {number}"
         order = block_plan.order_of_cycle(base, others, seed)
         first = block_plan.first_step(plan.get("period"), seed)
-        busy = self.settings.host_load if number % 2 else 0
-        with self._timed("blocks"), busy_processes(busy):
+        with self._timed("blocks"), busy_processes(beside["busy"]):
             for place, name in enumerate(order):
                 runs = base if name == self.settings.control else name
                 self._hold(runs)
                 pace = pace or self.worker.ask(runs, {"do": "pace"})
                 command = {"do": "block", **steps, "reset": steps["resets_each"] or place == 0, "first": first}
                 answer = self.worker.ask(runs, command)
-                self._add("block", name, cycle=number, place=place, busy=busy, **answer)
+                self._add("block", name, cycle=number, place=place, busy=beside["busy"], **answer)
         took_s = time.monotonic() - start
-        fact = {"cycle": number, "order": order, "busy": busy, "seconds": round(took_s, 2), **pace}
+        fact = {"cycle": number, "order": order, "seconds": round(took_s, 2), **beside, **pace}
         self.partial.add("cycle", build=self.request.name, **fact)
         self.say(f"  {self._progress(number + 1, took_s)}")
 

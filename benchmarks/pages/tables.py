@@ -67,7 +67,7 @@ def note(row: Row) -> str:
     if row.timed and not row.control:
         texts.append(_first_build(row.newest))
         texts.append("a process for each block" if any(point.variant.apart for point in row.timed) else "")
-        texts += [_control_beside(row), _spread(row), _added(row), *row.newest.judged.build.flops_notes]
+        texts += [_control_beside(row), _spread(row), _others(row), _added(row), *row.newest.judged.build.flops_notes]
     texts.append("" if row.is_committed else "uncommitted source")
     return "; ".join(filter(None, texts))
 
@@ -88,6 +88,14 @@ def _control_beside(row):
     point = row.timed[0]
     control = point.judged.ratio_of(point.run.control, point.is_busy) if point.run.control else None
     return f"control {control.ratio:.3f}x +- {100 * control.half_width:.1f} %" if control else ""
+
+
+def _others(row):
+    """Say how many benchmarks ran on other GPUs of a row's one host."""
+    if len(row.timed) != 1:
+        return ""
+    most = max((cycle.others or 0 for cycle in row.timed[0].judged.build.cycles), default=0)
+    return f"beside {runs.counted(most, 'benchmark')} on other GPUs" if most else ""
 
 
 def _spread(row):

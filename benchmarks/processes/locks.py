@@ -40,6 +40,12 @@ def gpu_locks(uuids: Sequence[str], name: str) -> Iterator[list[str]]:
         yield others
 
 
+def num_others() -> int:
+    """Number of processes that hold GPUs of this host for a benchmark, without this one."""
+    processes = {text.rpartition("process ")[2] for text in _owners()}
+    return len(processes - {str(os.getpid())})
+
+
 def _bound(name):
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

@@ -239,6 +239,14 @@ def test_an_eager_that_wanders_is_named_beside_its_graph(tmp_path):
     assert "eager 10.00 to 13.00 ms" in tables.note(row_of(tmp_path))
 
 
+def test_benchmarks_on_other_gpus_stand_beside_a_row_of_one_host(tmp_path):
+    run = made_run()
+    for cycle, others in zip(run.builds[""].cycles, (None, 0, 2, 1), strict=False):
+        cycle.others = others
+    write(run, tmp_path / FOLDER)
+    assert "beside 2 benchmarks on other GPUs" in tables.note(row_of(tmp_path))
+
+
 def test_beside_a_small_effect_stands_the_control(tmp_path):
     names = ("eager", "graph_layer", "control")
     put(tmp_path, 0, names=names, ms={"graph_layer": 9.95, "control": 10.02})

@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from benchmarks import ROOT
-from benchmarks.processes.locks import GpuBusy, gpu_locks
+from benchmarks.processes.locks import GpuBusy, gpu_locks, num_others
 from tests.helpers.processes import is_running
 
 # Holds the GPUs of its command line and waits to be ended. Its child keeps open files if it can.
@@ -48,7 +48,10 @@ def test_a_gpu_is_held_once_and_other_gpus_list_its_holder(gpus, holder):
     # The refused benchmark lets the other GPU go.
     with gpu_locks(gpus[1:], "rnnt/bench") as others:
         assert owner in others and not any(gpus[1] in other for other in others)
+        before = num_others()
     holder.communicate()
+    # Other tests may hold GPUs, too.
+    assert before >= 1 and num_others() <= before
     with gpu_locks(gpus, "rnnt/bench") as others:
         assert owner not in others
 
