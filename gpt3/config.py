@@ -117,8 +117,8 @@ _TINY = {
 # over 4 tensor ranks, 6 stages of 8 chunks of 2 layers, as many microbatches as stages.
 _SUBMITTED = {"layers": 96, "heads": 24, "ffn": 12288, "vocab": 12672, "pp": 6, "chunks": 8, "microbatches": 6}
 
-# From random weights two equal runs part at MLPerf's rate: at 2e-5 the loss rose from 6.6 to 9.3 on two H200s, and eager
-# repeated its own losses to within 1.2 % after eight steps. Time does not depend on the rate.
+# From random weights two equal runs part at MLPerf's rate: at 2e-5 the loss rose from 6.6 to 9.3 on two H200s, and
+# eager repeated its own losses to within 1.2 % after eight steps. Time does not depend on the rate.
 _RANDOM = {"lr": 2e-6}
 
 # bench: one GPU's share at tensor-parallel size 8 (96 heads, ffn 49152, vocabulary 51200 divided by 8) of
