@@ -82,7 +82,8 @@ class Block(Struct, kw_only=True):
     """One block of a variant: timed steps in a row.
 
     Attributes:
-        step_ms: of each timed step.
+        step_ms: of each timed step, of several ranks the slowest's; fastest_ms: the fastest rank's, [] for one rank and
+            in older files.
         classes: of each timed step the number of its batch's class; [] where all are of one class.
         issue_ms: the host's time to issue each drained step.
         first: number of the first step, the same for all blocks of a cycle.
@@ -103,6 +104,7 @@ class Block(Struct, kw_only=True):
     untimed_steps: int
     drained_steps: int
     step_ms: list[Ms] = field(default_factory=list)
+    fastest_ms: list[Ms] = field(default_factory=list)
     classes: list[Index] = field(default_factory=list)
     issue_ms: list[Ms] = field(default_factory=list)
     gpu: GpuState | None = None
@@ -255,6 +257,7 @@ class Profile(Struct, kw_only=True):
     graph_share: Amount | None = None
     gap_ms: Finite | None = None
     overlap_ms: Finite | None = None
+    collective_ms: Amount | None = None
     kernels_hash: Name | None = None
     top_kernels: list[dict] = field(default_factory=list)
     timeline_us: list[list[Finite]] = field(default_factory=list)

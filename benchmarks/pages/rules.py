@@ -3,11 +3,13 @@
 The rules are those of NVIDIA's guide, "CUDA Graph Best Practice for PyTorch". What no run shows says so.
 """
 
+import math
 import statistics as plain
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import runs
+from benchmarks.judge import PASS
 from benchmarks.pages import tables
 from benchmarks.runs import Found, Point, Reached
 
@@ -32,7 +34,9 @@ REASONS = (
 
 
 def markdown(found: Found, page: Path, argument: str = "") -> str:
-    """The table of rules, or with the argument "reasons" that of reasons."""
+    """The table of rules, or with the argument "reasons" that of reasons, with "ranks" that of several ranks."""
+    if argument == "ranks":
+        return _ranks(found, page)
     marks = [mark for mark in runs.reached(runs.on_gpus(found.rows)) if mark.row.kind == "graph"]
     quiet = [mark for mark in marks if not mark.point.is_busy]
     if argument == "reasons":
@@ -46,7 +50,7 @@ def markdown(found: Found, page: Path, argument: str = "") -> str:
         _gains(quiet, page, lambda mark: mark.ceiling < 1 / 0.9),
         _gains(quiet, page, lambda mark: (_kernel_us(mark.point) or 0) >= LARGE_KERNEL_US),
         _variation(quiet, page),
-        f"{NOT_MEASURED}: of several ranks a run file has the slowest at each step",
+        _skew(found),
     )
     return tables.markdown(["Rule", "Our runs"], [[rule, text] for rule, text in zip(RULES, own, strict=True)])
 
@@ -119,6 +123,52 @@ def _variation(marks: Sequence[Reached], page: Path) -> str:
         text = f"{name}: {100 * middle:.1f} % in the median, {100 * most:.1f} % at most"
         texts.append(f"{text} ({link}, {len(own)} cases)")
     return ". ".join(texts) + "."
+
+
+def _of_ranks(found: Found) -> list[tuple[str, Point]]:
+    """Each variant of each run of several ranks that passed, in quiet cycles, with the name of its workload."""
+    rows = [row for row in runs.on_gpus(found.rows) if row.workload.ranks > 1 and not row.workload.busy]
+    points = [(row.workload.name, point) for row in rows if not row.control for point in row.points]
+    return [(name, point) for name, point in points if point.verdict.status == PASS]
+
+
+def _skews(point: Point) -> list[float]:
+    """Of each step by how much the slowest rank took longer than the fastest, as a share; [] in older files."""
+    blocks = point.judged.blocks(point.name, False)
+    pairs = [pair for block in blocks for pair in zip(block.step_ms, block.fastest_ms, strict=False)]
+    return [slowest / fastest - 1 for slowest, fastest in pairs]
+
+
+def _skew(found) -> str:
+    texts = []
+    for name, kind in (("Eager", "eager"), ("Graphs", "graph")):
+        every = [_skews(point) for _, point in _of_ranks(found) if point.variant.kind == kind]
+        own = [plain.median(skews) for skews in every if skews]
+        if not own:
+            return NOT_MEASURED
+        over = f"{100 * min(own):.1f} to {100 * max(own):.1f} %"
+        texts.append(f"{name}: {over} in the median step ({runs.counted(len(own), 'case')})")
+    return ". ".join(texts) + ", two ranks each."
+
+
+def _ranks(found: Found, page: Path) -> str:
+    """Steps of several ranks, by how much ranks part, and what runs beside their collectives."""
+    lines = []
+    for name, point in sorted(_of_ranks(found), key=lambda each: (each[0], each[1].run.id)):
+        steps = [ms for block in point.judged.blocks(point.name, False) for ms in block.step_ms]
+        skews, profile = _skews(point), point.variant.profile
+        if not steps:
+            continue
+        numbers = [f"{plain.median(steps):.2f}", f"{_p95(steps):.2f}"]
+        numbers += [f"{100 * plain.median(skews):.1f} %", f"{100 * _p95(skews):.1f} %"] if skews else ["", ""]
+        numbers += ["" if ms is None else f"{max(0.0, ms):.2f}" for ms in (profile.collective_ms, profile.overlap_ms)]
+        lines.append([tables.linked_file(name, point.path, page), point.name, *numbers])
+    names = ["Two ranks", "variant", "step ms", "p95", "skew", "p95", "collectives ms", "overlap ms"]
+    return tables.markdown(names, lines) if lines else NOT_MEASURED
+
+
+def _p95(values: Sequence[float]) -> float:
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
 
 
 def _gpu_bound(found, marks, page):

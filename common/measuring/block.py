@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from common.measuring import marks
-from common.training.parallel.host_messages import barrier, of_all_ranks
+from common.training.parallel.host_messages import barrier, is_distributed, of_all_ranks
 
 # Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
 NUM_TENSORS, NUM_ELEMENTS = 16, 4096
@@ -157,7 +157,7 @@ def _timed(variant, index, count, device, tell):
     barrier()
     tell("timed_begin")
     start_s, start_cpu_s = time.monotonic(), time.process_time()
-    step_ms = timed_steps(variant, index, count, device)
+    step_ms, fastest_ms = timed_steps(variant, index, count, device)
     end_s, cpu_s = time.monotonic(), time.process_time() - start_cpu_s
     tell("timed_end")
     replays = variant.capture.num_replays - replays
@@ -166,14 +166,16 @@ def _timed(variant, index, count, device, tell):
         "replays": replays,
         "begin_s": start_s,
         "end_s": end_s,
+        "fastest_ms": [round(ms, 5) for ms in fastest_ms] if is_distributed() else [],
     }
 
 
-def timed_steps(variant, index, count: int, device: torch.device) -> list[float]:
+def timed_steps(variant, index, count: int, device: torch.device) -> tuple[list[float], list[float]]:
     """Make `count` steps without waiting for the device in between. index: iterator over their numbers.
 
     Returns:
-        Ms of each step between boundaries: events on a GPU, wall time on the CPU. Of ranks the slowest at each step.
+        Ms of each step between boundaries: events on a GPU, wall time on the CPU. First those of the slowest rank at
+        each step, then those of the fastest.
     """
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -189,7 +191,8 @@ def timed_steps(variant, index, count: int, device: torch.device) -> list[float]
             variant.step(next(index))
             stamps.append(time.perf_counter())
         own = [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
-    return [max(at_once) for at_once in zip(*of_all_ranks(own), strict=True)]
+    at_once = list(zip(*of_all_ranks(own), strict=True))
+    return [max(each) for each in at_once], [min(each) for each in at_once]
 
 
 def issue_ms_of(variant, index: int, device: torch.device) -> float | None:

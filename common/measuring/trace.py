@@ -152,8 +152,9 @@ def facts(events: list[dict], num_steps: int) -> dict:
 
     Returns:
         busy_ms; gap_ms, in which the GPU does nothing, from the first kernel to the last; overlap_ms, by which kernels
-        together take longer than the GPU is busy; kernels; graph_share; kernels_hash, 16 hex digits over the names of
-        all kernels and how often each runs; top_kernels, the five that take most; and `timeline`.
+        together take longer than the GPU is busy; collective_ms, of NCCL's kernels; kernels; graph_share; kernels_hash,
+        16 hex digits over the names of all kernels and how often each runs; top_kernels, the five that take most; and
+        `timeline`.
     """
     work = gpu_work(events)
     if not work:
@@ -173,6 +174,7 @@ def facts(events: list[dict], num_steps: int) -> dict:
         "busy_ms": round(busy_ms, 4),
         "gap_ms": round(span_ms - busy_ms, 4),
         "overlap_ms": round(sum(ms.values()) - busy_ms, 4),
+        "collective_ms": round(sum(own for name, own in ms.items() if name.startswith("nccl")), 4),
         "kernels": round(len(work) / num_steps, 2),
         "graph_share": graph_kernel_share(work),
         "kernels_hash": hashlib.sha256(names.encode()).hexdigest()[:16],

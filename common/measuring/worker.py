@@ -284,7 +284,7 @@ class Worker:
         self.do_capture(command)
         with self._entered(name, self.kept[name]):
             self.training.reset()
-            step_ms = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
+            step_ms, _ = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
         return {"step_ms": [round(ms, 5) for ms in step_ms], **block.peak(self.device)}
 
     # --- parts

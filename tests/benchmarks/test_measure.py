@@ -247,6 +247,10 @@ def test_a_step_of_two_ranks_trains_alike_and_says_why_no_graph_was_tried(tmp_pa
     (found,) = (tmp_path / "runs").rglob("*.json")
     (judged,) = judge.judged(run_file.read(found)).values()
     assert judged.verdicts["eager"].parity == "bitwise"
+    # The slowest rank of each step, and the fastest.
+    for block in judged.build.variants["eager"].blocks:
+        assert len(block.fastest_ms) == block.steps
+        assert all(0 < fastest <= slowest for fastest, slowest in zip(block.fastest_ms, block.step_ms, strict=True))
 
 
 @pytest.mark.slow

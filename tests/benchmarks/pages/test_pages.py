@@ -250,6 +250,20 @@ def test_nvidias_rules_count_the_graphs_of_steps_that_wait(tmp_path):
     assert len(lines) == 6 and len(table("rules", tmp_path, "reasons").splitlines()) == 2 + 6
 
 
+def test_ranks_part_by_what_the_run_files_say(tmp_path):
+    run = made_run(ranks=2, issue=(9.0, 7.0))
+    for name, fastest_ms in (("eager", [8.0] * 15 + [5.0] * 5), ("graph_layer", [10.0] * 20)):
+        own = run.builds[""].variants[name]
+        own.profile.overlap_ms, own.profile.collective_ms = 0.25, 1.5
+        for block in own.blocks:
+            block.fastest_ms = fastest_ms
+    write(run, tmp_path / "h200x2/gpt3-bench")
+    eager, graph = table("rules", tmp_path, "ranks").splitlines()[2:]
+    assert eager.endswith("| eager | 10.00 | 10.00 | 25.0 % | 100.0 % | 1.50 | 0.25 |")
+    assert graph.endswith("| graph_layer | 10.00 | 10.00 | 0.0 % | 0.0 % | 1.50 | 0.25 |")
+    assert "Eager: 25.0 to 25.0 % in the median step (1 case). Graphs: 0.0 to 0.0 %" in table("rules", tmp_path)
+
+
 def test_reasons_name_the_runs_that_show_them(found):
     text = readme._TABLES["rules"](found, ROOT / "docs" / "nvidia_rules.md", "reasons")
     assert text.count("not measured") == 2
