@@ -18,7 +18,7 @@ SCHEMA = 4
 MAX_BYTES = 32 * 2**20
 # Of all runs of a file; each is compared with every other one on a page or in a figure.
 MAX_VARIANTS = 500
-PASSED_OVER = ("archive", "figures")
+PASSED_OVER = ("archive", "figures", "operators")
 
 
 class Damaged(ValueError):
@@ -99,8 +99,8 @@ def as_bytes(run: Run | Census) -> bytes:
 def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
     """Return every run below a folder, by path, and a line for each damaged file and each folder that is not readable.
 
-    The runs of a census are among them. Hidden folders and those named archive or figures are passed over; links to
-    folders are not followed.
+    The runs of a census are among them. Hidden folders and those of PASSED_OVER are left out; links to folders are not
+    followed.
     """
     found: list[tuple[Path, Run]] = []
     faults: list[str] = []

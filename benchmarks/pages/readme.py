@@ -26,7 +26,7 @@ from urllib.parse import quote
 from benchmarks import ROOT, runs, statistics
 from benchmarks.files.facts import OWN_STEP, Run, stem
 from benchmarks.judge import PASS
-from benchmarks.pages import headlines, published, rules, scopes, tables
+from benchmarks.pages import headlines, operators, published, rules, scopes, tables
 from benchmarks.pages.headlines import Headline
 from benchmarks.pages.run_table import GIB
 from benchmarks.runs import Found, Range, Row
@@ -344,6 +344,7 @@ _TABLES: dict[str, Callable[[Found, Path, str], str]] = {
     "decide": _decide,
     "rules": rules.markdown,
     "scopes": scopes.markdown,
+    "operators": operators.markdown,
     "lengths": _lengths,
     "nvidia": _nvidia,
 }

@@ -1,0 +1,152 @@
+"""benchmarks/operators.py and its page: what came of each operator, also where it ended its process."""
+
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import operators, runs
+from benchmarks.pages import operators as page
+from common.capture.pool import Pool
+from common.measuring import captured_operators as tried
+
+CPU = torch.device("cpu")
+NEEDS_SAMPLES = pytest.mark.skipif(importlib.util.find_spec("expecttest") is None, reason="torch's samples need it")
+# Says what the operators' names tell: "dies" ends the process, "unsound" ends it after its outcome.
+FAKE = """
+import json, sys
+for name in sys.stdin.read().split():
+    print(json.dumps({"operator": name, "pass": "forward"}), flush=True)
+    if name == "dies":
+        sys.exit(9)
+    print(json.dumps({"operator": name, "pass": "forward", "outcome": "held", "why": ""}), flush=True)
+    if name == "unsound":
+        break
+"""
+
+
+def test_a_process_that_ends_is_started_again_behind_its_operator(tmp_path, monkeypatch):
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(operators, "CHILD", (str(tmp_path / "fake.py"),))
+    rows = operators.surveyed(["a", "dies", "b", "unsound", "c"], "cpu")
+    assert [(row["operator"], row["outcome"]) for row in rows] == [
+        *(("a", "held"), ("dies", "crashed"), ("b", "held"), ("unsound", "held"), ("c", "held"))
+    ]
+    assert rows[1]["why"] == "its process ended with status 9"
+
+
+def test_a_silent_process_is_ended(tmp_path, monkeypatch):
+    (tmp_path / "fake.py").write_text(FAKE.replace("sys.exit(9)", "import time; time.sleep(600)"))
+    monkeypatch.setattr(operators, "CHILD", (str(tmp_path / "fake.py"),))
+    monkeypatch.setattr(operators, "SILENT_S", 3)
+    rows = operators.surveyed(["dies", "a"], "cpu")
+    assert [row["outcome"] for row in rows] == ["crashed", "held"] and "status -9" in rows[0]["why"]
+
+
+def fake(function):
+    """An operator of one sample, whose values differ between two draws."""
+
+    def sample_inputs(device, dtype, requires_grad):
+        x = torch.rand(4, device=device, dtype=dtype, requires_grad=requires_grad)
+        return [SimpleNamespace(input=x, args=(), kwargs={}, output_process_fn_grad=lambda y: y)]
+
+    def call(x, *args, **kwargs):
+        return function(x, *args, **kwargs)
+
+    call.sample_inputs, call.supports_autograd = sample_inputs, True
+    call.supported_dtypes = call.supported_backward_dtypes = lambda device: {torch.float32}
+    return call
+
+
+def frozen():
+    """Twice the values of the tensor that it sees first, once those of another: of the one that is captured."""
+    seen = []
+    return lambda x: (seen.append(x), x * (2 if seen[0] is x else 1))[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "outcome", "why"),
+    [
+        (lambda x: x * 2, "held", ""),
+        (lambda x: x[x > 0.5], "refused", "1 of 1 samples: aten.index"),
+        (frozen(), "wrong", "1 of 1 samples: other values than eager's"),
+        (lambda x: x + torch.rand(4), "random", "call to call"),
+        (lambda x: x.no_such_thing, "not tried", "no_such_thing"),
+    ],
+)
+def test_what_came_of_an_operator(function, outcome, why):
+    found = tried.of_operator(fake(function), CPU, False)
+    assert found[0] == outcome and why in found[1] and "\n" not in found[1] and "/" not in found[1]
+
+
+def test_gradients_are_compared_too():
+    assert tried.of_operator(fake(lambda x: x**2), CPU, True) == ("held", "")
+    assert tried.of_operator(fake(frozen()), CPU, True)[0] == "wrong"
+    assert tried.of_operator(fake(lambda x: x.detach()), CPU, True)[0] == "not tried"
+
+
+@NEEDS_SAMPLES
+@pytest.mark.slow
+def test_the_file_has_every_outcome_and_an_unknown_name_is_refused(tmp_path, capsys):
+    words = ["--out", str(tmp_path), "--processes", "2", "--operators"]
+    assert operators.main([*words, "add,nonzero,nn.functional.dropout"]) == 0
+    (path,) = tmp_path.glob("cpu-torch*.json")
+    found = {
+        (name, kind): own["outcome"]
+        for name, passes in json.loads(path.read_text())["operators"].items()
+        for kind, own in passes.items()
+    }
+    assert found == {
+        **{("add", kind): "held" for kind in tried.PASSES},
+        **{("nn.functional.dropout", kind): "random" for kind in tried.PASSES},
+        ("nonzero", "forward"): "refused",
+    }
+    assert operators.main([*words, "no_such_operator"]) == 2
+    assert "--operators no_such_operator: torch" in capsys.readouterr().err
+
+
+def put(folder, name, **file):
+    passes = {"forward": {"outcome": "refused", "why": "1 of 4 samples: a | b"}}
+    own = {"torch": "2.11.0", "gpu": "NVIDIA H200", "begin_utc": "2026", "operators": {"nonzero": passes, "add": {}}}
+    (folder / "operators").mkdir(exist_ok=True)
+    (folder / "operators" / name).write_text(json.dumps(own | file))
+
+
+def test_the_page_has_the_newest_torch_on_a_gpu(tmp_path):
+    assert "Not measured" in page.markdown(runs.read(tmp_path), tmp_path / "operators.md")
+    put(tmp_path, "a.json", torch="2.9.1+cu130")
+    put(tmp_path, "b.json", torch="2.11.0+cu130")
+    put(tmp_path, "c.json", torch="2.13.0", gpu="CPU")
+    found = runs.read(tmp_path)
+    assert not found.faults
+    text = page.markdown(found, tmp_path / "operators.md")
+    assert text.startswith("[torch 2.11.0+cu130, NVIDIA H200](operators/b.json): forward: 1 refused; backward: .")
+    assert "| `nonzero` | refused |  | 1 of 4 samples: a \\| b | `torch.nonzero_static(x, size=4)` |" in text
+    assert "`add`" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(page.INSTEAD))
+def test_a_graph_holds_the_call_that_takes_an_operators_place(name):
+    torch.cuda.set_stream(torch.cuda.Stream())
+    x = torch.arange(1.0, 5.0, device="cuda")
+    given = {"torch": torch, "x": x, "n": x.long(), "square": torch.eye(4, device="cuda") + x}
+    given["square"] = given["square"] @ given["square"].T
+    eval(page.INSTEAD[name], dict(given))
+    pool = Pool(torch.device("cuda"))
+    graph, result = pool.capture(lambda: eval(page.INSTEAD[name], dict(given)), (x,))
+    x.mul_(1)
+    graph.replay()
+    expected = eval(page.INSTEAD[name], dict(given))
+    for got, want in zip(*([*each] if isinstance(each, tuple) else [each] for each in (result, expected)), strict=True):
+        torch.testing.assert_close(got, want)
+    pool.release()
+
+
+@pytest.mark.parametrize("name", sorted(page.INSTEAD))
+def test_the_call_in_an_operators_place_runs(name):
+    x = torch.arange(1.0, 5.0)
+    square = (torch.eye(4) + x) @ (torch.eye(4) + x).T
+    assert eval(page.INSTEAD[name], {"torch": torch, "x": x, "n": x.long(), "square": square}) is not None
