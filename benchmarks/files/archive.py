@@ -31,9 +31,9 @@ NAMES = {
 class ArchivedHost:
     """A host of the archive; variants have their names of today.
 
-    `kernels`: variant -> its kernels in a step, of the last run. `ms`: variant -> mean step, over all its runs there.
-    `reserved_bytes`: variant -> peak of torch's reserved memory, the only variant of its process. `folder`: of the
-    workload's sessions.
+    `kernels`: variant -> its kernels in a step, of the last run. `ms`: variant -> its mean step, a geometric mean over
+    its runs there. `reserved_bytes`: variant -> peak of torch's reserved memory, the only variant of its process.
+    `folder`: of the workload's sessions.
     """
 
     boot: str
@@ -85,7 +85,7 @@ def _hosts(records, folders) -> dict[Workload, list[ArchivedHost]]:
             if isinstance(peak, int) and peak > peaks.get(_name(record), 0):
                 peaks[_name(record)] = peak
         if "eager" in kernels:
-            ms = {name: plain.fmean(each) for name, each in times.items()}
+            ms = {name: plain.geometric_mean(each) for name, each in times.items()}
             found[where].append(ArchivedHost(boot, kernels, ms, peaks, folders[where]))
     return dict(found)
 

@@ -102,13 +102,25 @@ class Headline:
 def of(found: runs.Found) -> list[Headline]:
     """Return a headline for each workload that ran on a GPU, the largest gain first."""
     grouped: dict[Key, list[Row]] = defaultdict(list)
-    for row in runs.on_gpus(found.rows):
+    for row in rows(found):
         key = _key(row.workload)
-        if key is not None and row.kind == "graph" and row.hosts and not row.control:
+        if key is not None:
             grouped[key].append(row)
-    lines = [_of_rows(key, rows, found.root.parent) for key, rows in grouped.items()]
+    lines = [_of_rows(key, own, found.root.parent) for key, own in grouped.items()]
     lines += _of_archive(found, set(grouped))
     return sorted(lines, key=lambda line: (-line.gain[1], line.name))
+
+
+def rows(found: runs.Found) -> list[Row]:
+    """Return the rows of graphs on GPUs that are of a headline's workload and have a host."""
+    own = [row for row in runs.on_gpus(found.rows) if row.kind == "graph" and row.hosts and not row.control]
+    return [row for row in own if _key(row.workload) is not None]
+
+
+def name_of(where: Workload) -> str:
+    """Return the name of a headline's workload."""
+    key = _key(where)
+    return _names(key)[0] if key else where.name
 
 
 def short(gpu: str) -> str:

@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 from benchmarks import ROOT, runs, statistics
 from benchmarks.files.facts import OWN_STEP, Run, stem
-from benchmarks.judge import PASS
+from benchmarks.judge import PASS, judged
 from benchmarks.pages import headlines, operators, published, rules, scopes, tables
 from benchmarks.pages.headlines import Headline
 from benchmarks.pages.run_table import GIB
@@ -110,10 +110,14 @@ def _answers(found, page, argument):
         return NOTHING
     own = headlines.bands(lines)
     texts = [f"- **{BANDS[band]}** {'; '.join(map(_gain_of, own[band]))}." for band in BANDS if own[band]]
-    low, high = _kernel_us(found) or (0.0, 0.0)
-    if high:
-        text = f"- **2,000 small kernels?** Capture them: where the GPU waited for a host, each took it {low:.0f} to "
-        texts.append(f"{text}{high:.0f} us, 2,000 of them {2 * low:.0f} ms or more.")
+    issue_us, kernels_us = _issue_us(found), [(us, line) for line in lines if (us := _kernel_us(line))]
+    if issue_us and kernels_us:
+        shown = sorted((us, in_markdown(line.name)) for us, line in kernels_us)
+        ends = ", ".join(f"{name} {us:.0f}" for us, name in [*shown[:3], *shown[3:][-1:]])
+        text = (
+            f"- **Many small kernels?** Capture them. Hosts took {issue_us[0]:.0f} to {issue_us[1]:.0f} us to issue a "
+        )
+        texts.append(f"{text}kernel; shorter ones leave the GPU idle. Mean kernels in us: {ends}.")
     return "\n".join(texts)
 
 
@@ -123,16 +127,25 @@ def _gain_of(line: Headline) -> str:
     return f"{in_markdown(name)} {tables.two(line.gain, 'x')} ({hosts})"
 
 
-def _kernel_us(found: Found) -> Range | None:
-    """The fewest and the most us of an eager step for each of its kernels, over steps that waited for the host."""
+def _issue_us(found: Found) -> Range | None:
+    """The fewest and the most us that a host took to issue an eager step, for each of its kernels."""
     times = []
-    for row in runs.on_gpus(found.rows):
+    for row in headlines.rows(found):
         for point in row.timed:
             kernels = point.judged.build.variants[point.judged.base].profile.kernels
-            is_waiting = point.ceiling is not None and point.ceiling >= headlines.LARGE
-            if row.kind == "graph" and row.workload.ranks == 1 and is_waiting and kernels and point.ratio:
-                times.append(1e3 * point.ratio.base_ms / kernels)
+            if kernels and point.base_issue_ms:
+                times.append(1e3 * point.base_issue_ms / kernels)
     return runs.range_of(times)
+
+
+def _kernel_us(line: Headline) -> float | None:
+    """The mean time of a kernel of the eager step, in us."""
+    newest = next((own.run for own in line.gpus if own.run), None)
+    if newest is None:
+        return None
+    own = next(iter(judged(newest).values()))
+    busy_ms, kernels = own.busy_ms(own.base), own.build.variants[own.base].profile.kernels
+    return 1e3 * busy_ms / kernels if busy_ms and kernels else None
 
 
 def _needs(found, page, argument):
@@ -181,8 +194,10 @@ def _trust(found, page, argument):
 
 def _hosts_text(found):
     own = {run.host.boot for _, run in found.runs if run.device == "cuda"}
-    more = {host.boot for hosts in found.archived.values() for host in hosts} - own
-    text = f"**Hosts.** {runs.counted(len(found.runs), 'run')} on {runs.counted(len(own), 'host')}"
+    more = {host.host for line in headlines.of(found) for host in line.hosts if host.is_archived} - own
+    files = len({path for path, _ in found.runs})
+    text = f"**Hosts.** {runs.counted(len(found.runs), 'workload')} measured in {runs.counted(files, 'file')} "
+    text += f"on {runs.counted(len(own), 'host')}"
     return f"{text}. {runs.counted(len(more), 'archived host')}: measured before, no intervals." if more else f"{text}."
 
 
@@ -216,17 +231,17 @@ def _failed(found, page):
 
 
 def _decide(found, page, argument):
-    """By step / busy of eager: what to do, and the workloads with such a step on one of their GPUs."""
+    """By step / busy of a run's eager: what to do, and each workload with the gains of its whole-step graph in it."""
     lines = []
     for low, high, name, advice in CEILINGS:
-        seen = []
-        for row in runs.best_measured(runs.on_gpus(found.rows)):
-            ceiling = row.median("ceiling")
-            if ceiling and low <= ceiling < high and row.gain_range:
-                link = tables.linked(row.workload.name, row, page)
-                seen.append(f"{link} {ceiling:.2f}: {tables.two(row.gain_range, 'x')}, {row.hosts_text}")
-        lines.append([name, advice, "<br>".join(seen) or "not measured yet"])
-    return tables.markdown(["Step / busy", "What to do", "Measured here"], lines)
+        seen: dict[str, list[float]] = {}
+        for row in headlines.rows(found):
+            points = [(point.ceiling, point.ratio) for point in row.timed]
+            gains = [ratio.ratio for ceiling, ratio in points if ratio and ceiling and low <= ceiling < high]
+            seen.setdefault(in_markdown(headlines.name_of(row.workload)), []).extend(gains)
+        texts = [f"{key} {tables.two((min(own), max(own)), 'x')}" for key, own in seen.items() if own]
+        lines.append([name, advice, "<br>".join(texts) or "not measured yet"])
+    return tables.markdown(["Step / busy", "What to do", "Gains of graphs in runs here"], lines)
 
 
 def _model(found, page, argument):

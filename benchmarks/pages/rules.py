@@ -24,7 +24,7 @@ RULES = (
     "Ranks vary by 5 to 20 % without graphs, by less than 2 % with them.",
 )
 REASONS = (
-    "The GPU is the limit.",
+    "The GPU is the limit (here: step / busy below 1.05).",
     "The graph holds the wrong part of the step.",
     "Too many small graphs.",
     "Copies of inputs before each replay.",
@@ -159,7 +159,7 @@ def _ranks(found: Found, page: Path) -> str:
         skews, profile = _skews(point), point.variant.profile
         if not steps:
             continue
-        numbers = [f"{plain.median(steps):.2f}", f"{_p95(steps):.2f}"]
+        numbers = [f"{plain.fmean(steps):.2f}", f"{_p95(steps):.2f}"]
         numbers += [f"{100 * plain.median(skews):.1f} %", f"{100 * _p95(skews):.1f} %"] if skews else ["", ""]
         numbers += ["" if ms is None else f"{max(0.0, ms):.2f}" for ms in (profile.collective_ms, profile.overlap_ms)]
         lines.append([tables.linked_file(name, point.path, page), point.name, *numbers])

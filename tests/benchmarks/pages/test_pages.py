@@ -143,10 +143,11 @@ def test_the_answers_say_on_how_many_hosts(tmp_path):
     ]
 
 
-def test_the_time_for_a_kernel_is_that_of_steps_that_waited(tmp_path):
+def test_the_hosts_time_for_a_kernel_stands_beside_the_gpus(tmp_path):
     put(tmp_path, 0, ms=MS, issue=(9.0, 7.0), kernels=200)
-    put(tmp_path, 1, ms=MS, issue=(9.0, 9.9), kernels=100, boot="c")
-    assert "each took it 50 to 50 us, 2,000 of them 100 ms or more." in table("answers", tmp_path)
+    put(tmp_path, 1, ms=MS, issue=(9.0, 7.0), kernels=100, boot="c", begin_utc="2027-01-01T00:00:00Z")
+    text = table("answers", tmp_path)
+    assert "Hosts took 45 to 90 us to issue a kernel; shorter ones" in text and "in us: GPT-3 175B 70." in text
 
 
 def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp_path):
@@ -174,7 +175,7 @@ def test_what_failed_and_the_controls_are_counted(tmp_path):
     run.builds[""].variants["graph_layer"].raised = Raised(kind="error", reason="it ended")
     write(run, tmp_path / "h200x1/gpt3-bench")
     lines = table("trust", tmp_path).splitlines()
-    assert lines[0] == "- **Hosts.** 2 runs on 2 hosts."
+    assert lines[0] == "- **Hosts.** 2 workloads measured in 2 files on 2 hosts."
     assert lines[1] == "- **Controls.** Eager against itself: 1.00x; 1 of 1 intervals (95 %) contain 1."
     assert lines[3].startswith("- **What failed.** 1 measurement in 1 run:")
 
@@ -183,7 +184,7 @@ def test_what_failed_and_the_controls_are_counted(tmp_path):
 def test_what_to_do_follows_from_step_and_busy(tmp_path, busy, line):
     put(tmp_path, 0, issue=(5.0, busy))
     lines = table("decide", tmp_path).splitlines()[2:]
-    assert [("gpt3/bench" in each) for each in lines] == [index == line for index in range(3)]
+    assert [("GPT-3 175B 1.00x" in each) for each in lines] == [index == line for index in range(3)]
 
 
 def test_beside_nvidia_stands_the_same_mechanism_alone(tmp_path):
