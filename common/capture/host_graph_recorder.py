@@ -236,8 +236,9 @@ class Recorder:
         self.calls.append(Call(func, line, leaves, structure, torch.is_grad_enabled(), results if fresh else []))
 
     def _storage(self, tensor, func, line) -> torch.UntypedStorage:
-        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-            self.fail(func, "works on a tensor that is sparse, packed or lazily conjugated", line)
+        # A zero tensor, the gradient of torch.sgn, has no memory.
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            self.fail(func, "works on a tensor that is sparse, packed, lazily conjugated or zero without memory", line)
         return tensor.untyped_storage()
 
     def _view(self, tensor, func, line) -> View:

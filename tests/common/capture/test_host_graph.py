@@ -211,6 +211,7 @@ REFUSED = [
     ("aten.resize_.default", lambda: torch.empty(3).resize_(5)),
     ("aten.set_.source_Tensor", lambda: torch.empty(3).set_(X)),
     ("aten._to_sparse.default", lambda: torch.eye(2).to_sparse() * 2),
+    ("aten._efficientzerotensor.default", lambda: torch._efficientzerotensor(2)),
     ("HostPool.capture", lambda: HostPool().capture(lambda: X + 1)),
 ]
 # fmt: on
