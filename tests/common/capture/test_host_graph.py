@@ -1,6 +1,8 @@
 """common/host_graph: replays against eager bit for bit, what is refused at capture and at replay, shared fate."""
 
 import gc
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks import ROOT
 from common.capture.host_graph import CaptureError, HostPool
 from common.training.parallel import collectives
 from tests.helpers.host_graph_cases import X, batches, number_through_a_mask, same
@@ -230,6 +233,21 @@ def test_refused_at_capture(operator, fn):
     # The same call goes through outside, and another capture is possible.
     assert torch.get_rng_state().numel() > 0
     pool.capture(lambda: X + 1)[0].replay()
+
+
+def test_where_the_compiler_is_imported_the_line_is_the_users_too():
+    code = """
+import torch, torch._dynamo
+from common.capture.host_graph import HostPool
+x = torch.ones(3)
+for _ in range(2):
+    try:
+        HostPool().capture(lambda: x.nonzero())
+    except Exception as error:
+        print(str(error).split(" cannot")[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["aten.nonzero.default at <string>:7"] * 2
 
 
 class Reader(torch.autograd.Function):
