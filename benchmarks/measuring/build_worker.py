@@ -11,10 +11,12 @@ from pathlib import Path
 
 from benchmarks.files.partial import Partial
 from benchmarks.measuring.request import BuildRequest, Settings
-from benchmarks.processes.worker import Worker, WorkerEnded
+from benchmarks.processes.worker import LOST_PEER, Worker, WorkerEnded
 
 # Facts of a worker that are those of all workers of its build, besides its configuration.
 SAME = ("flops_per_step", "items_per_step", "period")
+# A worker that is silent in a block for so many times its steps' time by the pilot hangs, and not before LEAST_LIMIT_S.
+PATIENCE, LEAST_LIMIT_S = 20.0, 60.0
 
 
 class OutOfVariants(RuntimeError):
@@ -63,7 +65,7 @@ class BuildWorker:
         """
         worker = self._worker or self._start(parity)
         try:
-            answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
+            answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command))
         except WorkerEnded as end:
             self.end()
             if end.signal == signal.SIGKILL and variant not in self._killed:
@@ -81,10 +83,19 @@ class BuildWorker:
         if answer["kind"] == "oom" and command["do"] != "parity" and not self.apart:
             self._make_room(variant, answer["reason"])
         else:
-            self.leave_out(variant, answer["kind"], answer["reason"])
+            is_lost = self.request.ranks > 1 and LOST_PEER.search(answer["reason"])
+            self.leave_out(variant, answer["kind"], (worker.dead_rank() if is_lost else "") or answer["reason"])
             if answer["fatal"]:
                 self.end()
         raise TryAgain
+
+    def _limit_s(self, variant, command) -> float:
+        """The longest silence of the worker. A pilot has told how long steps and a reset take."""
+        pace, limit_s = self.paces.get(variant), self.settings.limit_s
+        if command["do"] != "block" or pace is None:
+            return limit_s
+        steps = sum(command[each] for each in ("untimed", "timed", "drained"))
+        return min(limit_s, max(LEAST_LIMIT_S, PATIENCE * (steps * pace["ms"] / 1e3 + pace["reset_s"])))
 
     def _was_stopped(self, variant):
         """The process that watches the clock was stopped in a block, by a user perhaps; TryAgain."""
@@ -163,7 +174,7 @@ class BuildWorker:
         """
         worker = self._worker or self._start(parity=False)
         try:
-            answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
+            answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command))
         except WorkerEnded as end:
             self.end()
             return {"raised": str(end)[:400]}

@@ -33,6 +33,12 @@ def _note_stop(*_) -> None:
     _stops += 1
 
 
+# What torchrun prints of the rank that ended first, and what the others see of it.
+DEAD_RANK = re.compile(r"Root Cause.*?\n\s*rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+) ", re.DOTALL)
+LOST_PEER = re.compile(r"[Cc]onnection (reset|closed)|remote process exited|Broken pipe")
+RANKS_END_S = 10.0
+
+
 class WorkerEnded(RuntimeError):
     """The worker is gone; the text says why.
 
@@ -113,7 +119,7 @@ class Worker:
         self.wait()
         assert self._channel is not None, "it has answered"
         marks: dict[str, float] = {}
-        stops = _stops
+        stops = seen = _stops
         try:
             sent_s = heard_s = time.monotonic()
             self._channel.send(command)
@@ -121,6 +127,9 @@ class Worker:
                 message, now_s = self._channel.receive(POLL_S), time.monotonic()
                 if message is None:
                     self._require_alive()
+                    if seen != _stops:
+                        # A user's Ctrl-Z is no silence of the worker.
+                        seen, heard_s = _stops, now_s
                     if now_s - heard_s > limit_s:
                         self._process.terminate()
                         raise WorkerEnded("timeout", f"no answer for {limit_s:g} s in {command['do']}")
@@ -151,8 +160,22 @@ class Worker:
             name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
             more = ", perhaps out of host memory" if number == signal.SIGKILL else ""
             return WorkerEnded("error", f"the worker was ended by {name}{more}", signal=number)
-        said = _last_line(self.log, self._log_start)
+        said = self.dead_rank() or _last_line(self.log, self._log_start)
         return WorkerEnded("error", said or "the worker ended", exit_status=status)
+
+    def dead_rank(self) -> str:
+        """In words how the first of several ranks ended, as torchrun says once all have; "" where it says nothing."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(RANKS_END_S)
+        with open(self.log, "rb") as file:
+            file.seek(self._log_start)
+            found = DEAD_RANK.findall(file.read(2**20).decode(errors="replace"))
+        if not found:
+            return ""
+        rank, status = found[-1][0], int(found[-1][1])
+        if -status in set(signal.Signals):
+            return f"rank {rank} was ended by {signal.Signals(-status).name}"
+        return "" if status == 1 else f"rank {rank} ended with exit status {status}"
 
     def end(self) -> None:
         """Hang up, and end what does not end by itself."""

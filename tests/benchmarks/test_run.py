@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -280,9 +281,22 @@ def test_ranks_measure_the_same_blocks(tmp_path):
     assert [len(own.blocks) for own in only_variants(tmp_path).values()] == [2, 1]
 
 
-def test_a_rank_that_dies_is_named(tmp_path):
-    done = bench(tmp_path, ["eager"], "--ngpu", 2, "--cycles", 1, "--no-control", flags=["--die-rank", "1"])
-    assert done.returncode == 1 and "rank 1" in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exits", "failed: eager (rank 1 ended with exit status 7)"),
+        ("killed", "failed: eager (rank 1 was ended by SIGKILL)"),
+        ("out_of_memory", "oom: eager (rank 1: out of memory"),
+        ("hangs", "timeout: eager (no answer for 15 s in"),
+    ],
+)
+def test_a_rank_that_breaks_is_named_within_a_minute(tmp_path, how, said):
+    flags, begin_s = ["--die-rank", "1", "--die-how", how], time.monotonic()
+    more = ("--ngpu", 2, "--cycles", 1, "--no-control", "--limit-s", 15)
+    done = bench(tmp_path, ["eager"], *more, flags=flags)
+    assert done.returncode == 1 and said in done.stdout, done.stdout + done.stderr
+    # Half of it is for imports beside other tests.
+    assert time.monotonic() - begin_s < 120
 
 
 def test_a_suite_that_was_stopped_goes_on_with_the_model_that_is_left(tmp_path, capsys):

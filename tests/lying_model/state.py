@@ -1,6 +1,7 @@
 """The training of the lying model: two linear layers and SGD."""
 
 import os
+import signal
 import time
 
 import torch
@@ -10,6 +11,18 @@ from common.contract import variant
 from common.training.parallel import collectives
 
 NUM_BATCHES, NUM_LOSSES = 8, 4096
+
+
+def _run_out_of_memory():
+    raise torch.OutOfMemoryError("out of memory: made up")
+
+
+BREAKS = {
+    "exits": lambda: os._exit(7),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "hangs": lambda: time.sleep(3600),
+    "out_of_memory": _run_out_of_memory,
+}
 
 
 class State:
@@ -73,8 +86,8 @@ class State:
         with torch.no_grad():
             self.inputs.copy_(self.batches[index % NUM_BATCHES])
         self.count += 1
-        if self.config.die_rank == self.rank and self.count > 60:  # after parity, on any host
-            os._exit(7)
+        if self.config.die_rank == self.rank and self.count > 20:  # few steps, so on any host
+            BREAKS[self.config.die_how]()
 
     def end(self, index):
         self.losses[index % NUM_LOSSES].copy_(self.loss)

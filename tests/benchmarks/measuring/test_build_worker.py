@@ -60,6 +60,17 @@ def test_a_later_worker_with_another_model_ends_the_build(own, facts, said):
     assert ended.value.kind == "error"
 
 
+def test_a_block_is_given_up_when_it_lasts_far_longer_than_its_pilot(own):
+    own.paces = {"eager": {"ms": 300.0, "reset_s": 0.5}, "short": {"ms": 1.0, "reset_s": 0.0}}
+    block = {"do": "block", "untimed": 1, "timed": 20, "drained": 1}
+    assert own._limit_s("eager", block) == 20 * (22 * 0.3 + 0.5)
+    assert own._limit_s("short", block) == 60
+    # A capture may compile, and a variant without a pilot take any time.
+    assert own._limit_s("eager", {"do": "capture"}) == own._limit_s("other", block) == 600
+    own.settings = Settings(limit_s=8)
+    assert own._limit_s("eager", block) == 8
+
+
 KILLED = WorkerEnded("error", "the worker was ended by SIGKILL", signal=signal.SIGKILL)
 SILENT = WorkerEnded("timeout", "the worker did not answer")
 REFUSED = WorkerEnded("error", "--layers 8: too many", exit_status=2)
