@@ -185,7 +185,7 @@ def _footer(used: Sequence[Run], lines: Sequence[Headline]) -> str:
     """Return number of measured workloads, hosts, days and versions of torch."""
     torch = sorted({str(run.versions["torch"]) for run in used if run.versions.get("torch")})
     days = sorted({run.begin_utc[:10] for run in used})
-    text = f"{runs.counted(len(used), 'workload')} measured on {runs.counted(len({run.host.boot for run in used}), 'host')}"
+    text = f"{runs.counted(len(used), 'workload')} on {runs.counted(len({run.host.boot for run in used}), 'host')}"
     archived = {host.host for line in lines for host in line.hosts if host.is_archived}
     text += f", {runs.counted(len(archived), 'archived host')}" if archived else ""
     text += "; " + " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
