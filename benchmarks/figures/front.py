@@ -187,7 +187,7 @@ def _footer(used: Sequence[Run], lines: Sequence[Headline]) -> str:
     days = sorted({run.begin_utc[:10] for run in used})
     text = f"{runs.counted(len(used), 'workload')} on {runs.counted(len({run.host.boot for run in used}), 'host')}"
     archived = {host.host for line in lines for host in line.hosts if host.is_archived}
-    text += f", {runs.counted(len(archived), 'archived host')}" if archived else ""
+    text += f", {len(archived)} archived" if archived else ""
     text += "; " + " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
     return text + (f"; torch {', '.join(torch)}" if torch else "")
 
