@@ -12,7 +12,8 @@ import itertools
 import operator
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,42 +24,31 @@ from torch._dynamo.backends.cudagraphs import find_input_mutations
 from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
-from common.capture.checks import RegionRefused
-from common.capture.parameterized.driver import DriverError
+from common.capture.checks import CaptureError, RegionRefused
 from common.capture.parameterized.region import capture
 
 _DEVICES = ("cuda", "cpu")
-_MAX_CAPTURES = 3
 # Results of attention in its schemas.
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
 _RELEASED = "released"
 _SAVES_RANDOM_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
-# What a captured region counts.
-_COUNTS = ("num_launches", "num_patched", "patch_s")
 
 
 @dataclass
 class Region:
-    """A graph of AOTAutograd and its capture.
+    """A function and its capture.
 
     Attributes:
-        name: forward, backward or inference, with a number.
+        name: forward, backward, inference or sums, with a number.
         state: waiting, parameterized or eager.
         reason: why it runs eagerly.
-        captures: times that it was captured.
-        fixed: indices of the inputs that stay at their addresses.
-        addresses: of those.
-        earlier: counts of captures that were dropped.
+        captured: the last capture; it was released where the state is eager.
     """
 
     name: str
     state: str = "waiting"
     reason: str = ""
     captured: Any = None
-    captures: int = 0
-    fixed: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    earlier: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_COUNTS, 0))
 
     def row(self) -> dict[str, Any]:
         """Return what a table shows: name, state and reason.
@@ -67,33 +57,53 @@ class Region:
         """
         row: dict[str, Any] = {"region": self.name, "state": self.state, "reason": self.reason}
         if self.captured is not None:
-            counts = self.counts()
-            row |= {
-                **self.captured.report,
-                "launches": counts["num_launches"],
-                "patched": counts["num_patched"],
-                "patch_s": counts["patch_s"],
-            }
+            row |= self.captured.report | {name.removeprefix("num_"): count for name, count in self.counts().items()}
         return row
 
+    def capture(self, fn, inputs: list[torch.Tensor], fixed: Collection[int], unwritten: Collection[int] = ()) -> None:
+        """Capture `fn`, as `region.capture` does. Whatever fails leaves the region eager, with the reason.
+
+        Raises:
+            CaptureError: a capture is under way, which would hold what runs eagerly in the place of a launch.
+        """
+        self.captured = None
+        try:
+            self.captured = capture(fn, inputs, fixed, unwritten)
+        except Exception as error:
+            if _is_misuse(error):
+                raise
+            self.stop(_in_words(error))
+        else:
+            self.state, self.reason = "parameterized", ""
+
     def launch(self, inputs: list[torch.Tensor]):
-        """Launch the captured region on the inputs that are not fixed.
+        """Launch the captured region.
 
         Returns:
-            flat results, and the memory that holds them. None where the driver refused the launch: nothing ran, and the
-            region is eager from now on.
+            flat results, and the memory that holds them. None where the launch failed: nothing ran, and the region is
+            eager from now on.
+
+        Raises:
+            CaptureError: the region runs inside a capture, or reads a tensor that was replaced.
         """
+        before = self.num_replays
         try:
             return self.captured.launch(inputs)
-        except DriverError as error:
-            # A driver that fails may free nothing either.
-            with contextlib.suppress(DriverError):
-                self.drop("eager", f"a launch failed: {error}")
+        except Exception as error:
+            if _is_misuse(error) or self.num_replays != before:
+                raise
+            self.stop(f"a launch failed: {_in_words(error)}")
             return None
 
+    def stop(self, reason: str) -> None:
+        """Free the capture: the region is eager from now on."""
+        self.state, self.reason = "eager", reason
+        if self.captured is not None:
+            self.captured.release()
+
     def counts(self) -> dict[str, Any]:
-        """Return num_launches, num_patched and patch_s of the capture and of those before it."""
-        return {name: before + getattr(self.captured, name, 0) for name, before in self.earlier.items()}
+        """Return num_launches of the capture, num_patched nodes in them, and patch_s, the host's seconds for that."""
+        return {name: getattr(self.captured, name, 0) for name in ("num_launches", "num_patched", "patch_s")}
 
     @property
     def num_replays(self) -> int:
@@ -104,12 +114,15 @@ class Region:
         """Return {kind: number of nodes} of one launch."""
         return self.captured.report["nodes"] if self.captured is not None else {}
 
-    def drop(self, state: str, reason: str) -> None:
-        """Free the capture; `state` and `reason` hold from now on."""
-        self.earlier = self.counts()
-        captured, self.captured, self.state, self.reason = self.captured, None, state, reason
-        if captured is not None:
-            captured.release()
+
+def _is_misuse(error) -> bool:
+    return isinstance(error, CaptureError) and not isinstance(error, RegionRefused)
+
+
+def _in_words(error) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    # The text of a KeyError is a key.
+    return text if text and isinstance(error, RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 class Regions:
@@ -135,7 +148,7 @@ class Regions:
     def release(self) -> None:
         """Free the captures; compiled functions run eagerly from then on."""
         for region in self.all:
-            region.drop("eager", _RELEASED)
+            region.stop(_RELEASED)
 
 
 @contextlib.contextmanager
@@ -185,8 +198,7 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any])
 def _collect(region):
     """Add a region to the open lists. torch keeps compiled functions, so a new variant may call those of an old one."""
     if region.state == "eager" and region.reason == _RELEASED:
-        region.state, region.reason, region.captures = "waiting", "", 0
-        region.earlier = dict.fromkeys(_COUNTS, 0)
+        region.state, region.reason, region.captured = "waiting", "", None
     for collector in _collectors:
         if not any(region is known for known in collector.all):
             collector.all.append(region)
@@ -201,93 +213,55 @@ class _Compiled:
         _num_made[direction] += 1
         context = torch._guards.TracingContext.try_get()
         metadata = context.fw_metadata if context is not None else None
-        written = find_input_mutations(graph.graph)
-        lasting = metadata.static_input_indices if metadata is not None and direction != "backward" else ()
-        self.region.fixed = [index for index in lasting if index not in written]
-        self._moves = set(written)
-        # Autograd may hand over gradients that are still to be conjugated or negated; a launch reads bare memory.
-        placeholders = graph.graph.find_nodes(op="placeholder")
-        self._tangents = {index for index, node in enumerate(placeholders) if "tangents" in str(node.target)}
-        self._lazy: set[int] = set()
+        # Parameters and buffers.
+        self._lasting = metadata.static_input_indices if metadata is not None and direction != "backward" else []
+        self._written = find_input_mutations(graph.graph)
         self._reason = _reason_against(graph, inputs)
-        if self._reason:
-            self.region.state, self.region.reason = "eager", self._reason
 
     def __call__(self, args: list[Any]):
         region = self.region
         if _collectors:
             _collect(region)
-        if region.state == "waiting" and self._reason:
-            # It was released with the others.
-            region.state, region.reason = "eager", self._reason
         if region.state == "waiting":
             self._capture(args)
-        if region.state == "parameterized" and region.addresses != [args[index].data_ptr() for index in region.fixed]:
-            self._recapture(args)
         inputs = list(args)
         args.clear()
-        if region.state != "parameterized":
-            return self._graph(*inputs)
-        fixed = set(region.fixed)
-        for index in self._lazy:
-            inputs[index] = inputs[index].resolve_conj().resolve_neg()
-        moving = [tensor for index, tensor in enumerate(inputs) if index not in fixed]
-        launched = region.launch(moving)
-        return self._graph(*inputs) if launched is None else region.captured.unflatten(launched[0])
-
-    def _recapture(self, args):
-        """Capture again where a parameter has moved: from then on it moves."""
-        region = self.region
-        now = [args[index].data_ptr() for index in region.fixed]
-        self._moves |= {index for index, a, b in zip(region.fixed, region.addresses, now, strict=True) if a != b}
-        region.drop("eager", f"parameters moved again after {_MAX_CAPTURES} captures")
-        if region.captures < _MAX_CAPTURES:
-            self._capture(args)
+        if region.state == "parameterized":
+            launched = region.launch([_plain(tensor) for tensor in inputs])
+            if launched is not None:
+                return region.captured.unflatten(launched[0])
+        return self._graph(*inputs)
 
     def _capture(self, args):
-        region = self.region
-        lasting = {index for index, tensor in enumerate(args) if _lasting.get(tensor.data_ptr()) is not None}
-        region.fixed = sorted((lasting | set(region.fixed)) - self._moves)
-        for index in region.fixed:
+        for index in self._lasting:
             _lasting[args[index].data_ptr()] = args[index]
-        fixed = {index: args[index].detach() for index in region.fixed}
-        # Dynamo's guards hold the other inputs to what they are now.
-        self._lazy = {index for index, tensor in enumerate(args) if tensor.is_conj() or tensor.is_neg()}
-        self._lazy = (self._lazy | self._tangents) - fixed.keys()
-        places = [index for index in range(len(args)) if index not in fixed]
-        graph, count = self._graph, len(args)
-
-        def run(*moving):
-            given = dict(zip(places, moving, strict=True)) | fixed
-            return graph(*(given[index] for index in range(count)))
-
-        region.captures += 1
-        try:
-            if not places:
-                raise RegionRefused("all its inputs are parameters: nothing moves")
-            moving = [args[index].resolve_conj().resolve_neg() for index in places]
-            captured = capture(run, moving, unwritten(self._graph))
-            if captured.written:
-                _check_separate(args)
-                if self._lazy.intersection(places[index] for index in captured.written):
-                    raise RegionRefused("it writes an input that may be lazily conjugated or negated")
-        except (RegionRefused, DriverError, torch.OutOfMemoryError) as error:
-            region.state, region.reason = "eager", str(error).splitlines()[0]
+        reason = self._reason or _reason_against_inputs(args, self._written)
+        if reason:
+            self.region.stop(reason)
             return
-        region.captured, region.state, region.reason = captured, "parameterized", ""
-        region.addresses = [args[index].data_ptr() for index in region.fixed]
+        fixed = [index for index, tensor in enumerate(args) if _lasting.get(tensor.data_ptr()) is not None]
+        self.region.capture(self._graph, [_plain(tensor) for tensor in args], fixed, unwritten(self._graph))
 
 
-def _check_separate(inputs):
-    """Refuse a region of which two inputs overlap: a launch moves each by itself."""
+def _plain(tensor):
+    """A tensor as bare memory: autograd may hand over gradients that are still to be conjugated or negated."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _reason_against_inputs(inputs, written) -> str:
+    """The reason why these inputs cannot be launched; Dynamo's guards hold later ones to what these are."""
+    if any(inputs[index].is_conj() or inputs[index].is_neg() for index in written):
+        return "it writes an input that is lazily conjugated or negated"
     ranges = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + memory.extent(tensor), index)
         for index, tensor in enumerate(inputs)
         if tensor.numel()
     )
-    for (_, end, one), (start, _, other) in itertools.pairwise(ranges):
+    for (_, end, one), (start, _, other) in itertools.pairwise(ranges if written else []):
         if start < end:
-            raise RegionRefused(f"inputs {min(one, other)} and {max(one, other)} share memory: pass one, or a copy")
+            # A launch moves each by itself.
+            return f"inputs {min(one, other)} and {max(one, other)} share memory: pass one, or a copy"
+    return ""
 
 
 def unwritten(graph: torch.fx.GraphModule) -> set[int]:
@@ -313,6 +287,8 @@ def _reason_against(graph, inputs) -> str:
     """The reason why a graph cannot be captured, from the graph alone; empty where nothing speaks against it."""
     if not any(node.op == "call_function" for node in graph.graph.nodes):
         return "it has no operator"
+    if not inputs:
+        return "it has no input that could move"
     for node in graph.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             name = node.target.name()

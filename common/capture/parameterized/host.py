@@ -89,6 +89,8 @@ class HostRegion:
                 return view.over(self._constants[view.storage])
             return self._outside[view.storage].tensor(view)
 
+        # Counted before: what fails from here on has run in part.
+        self.num_launches += 1
         with replaying():
             for call in self._calls:
                 torch._C._set_grad_enabled(call.grad_enabled)
@@ -100,7 +102,6 @@ class HostRegion:
                     copy_results([view and tensor(view) for view in call.results], value)
         for index in self.written:
             torch.autograd.graph.increment_version(inputs[index])
-        self.num_launches += 1
         results = [tensor(place) if isinstance(place, View) else place for place in self._results]
         return results, list(arenas.values())
 

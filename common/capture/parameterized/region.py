@@ -1,17 +1,21 @@
 """Capture of a region: a function that is then launched on any tensors like its examples."""
 
+import threading
+import time
 from collections.abc import Collection
 
 import torch
 
-from common.capture.checks import RegionRefused, signature
+from common.capture.checks import CaptureError, RegionRefused, signature
+from common.capture.parameterized import driver, random_state
 from common.capture.parameterized.host import HostRegion
 
 # Launches that are compared with eager runs, on a GPU.
 _NUM_COMPARED = 2
+_one_capture = threading.RLock()
 
 
-def capture(fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()):
+def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritten: Collection[int] = ()):
     """Capture a region once; on a GPU explain its words and compare its first launches with eager.
 
     On a GPU a launch is a CUDA graph whose addresses are patched: no input is copied, results and everything between
@@ -20,8 +24,10 @@ def capture(fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()):
 
     Args:
         fn: takes tensors and returns tensors in any structure. It runs a few times here on copies of the examples; what
-            it does to memory besides its arguments happens then too.
+            it does to memory besides its arguments happens then too. It and the tensors that it reads are held.
         inputs: examples on one device, strided and neither conjugated nor negated.
+        fixed: indices of inputs that are passed at few addresses. Each set of these addresses has its own executable,
+            in which they are not patched again.
         unwritten: indices of results that eager leaves unwritten.
 
     Returns:
@@ -29,31 +35,43 @@ def capture(fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()):
 
     Raises:
         RegionRefused: the region cannot be launched on other memory; the message names the node and its kernel.
+        CaptureError: a capture of this thread is under way.
     """
     if torch.is_inference_mode_enabled():
         # Inference tensors count no versions, by which writes to inputs are found.
         with torch.inference_mode(False), torch.no_grad():
-            return capture(fn, inputs, unwritten)
+            return capture(fn, inputs, fixed, unwritten)
     device, fn = inputs[0].device, _checked(fn)
     if device.type == "cpu":
         return HostRegion(fn, inputs)
+    driver.require()
+    with _one_capture, torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("the capture of a region runs inside a capture: call the region once before")
+        with random_state.aside(device):
+            region = _capture(fn, inputs, device, unwritten)
+    region.fixed = sorted(fixed)
+    return region
+
+
+def _capture(fn, inputs, device, unwritten):
     from common.capture.parameterized.analysis import analyse
     from common.capture.parameterized.gpu import GpuRegion
     from common.capture.parameterized.verify import Verification
 
+    start = time.perf_counter()
     analysis = analyse(fn, inputs, device)
     try:
-        analysis.check()
         region = GpuRegion(fn, analysis, device)
         try:
             check = Verification(region, fn, device, unwritten)
-            _prove(check, analysis, inputs)
-            region.report["inexact"] = sorted(check.inexact)
+            _prove(check, analysis, inputs, device)
         except BaseException:
             region.release()
             raise
     finally:
-        analysis.release()
+        analysis.first.release()
+    region.report |= {"inexact": sorted(check.inexact), "build_s": time.perf_counter() - start}
     return region
 
 
@@ -71,9 +89,9 @@ def _checked(fn):
     return run
 
 
-def _prove(check, analysis, inputs):
+def _prove(check, analysis, inputs, device):
     """Compare launches with eager, then those that have other words in the place of unexplained ones."""
-    check.spoil(analysis.all_bytes())
+    check.spoil(analysis.all_bytes(device))
     try:
         for _ in range(_NUM_COMPARED):
             check.run(inputs)
