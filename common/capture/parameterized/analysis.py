@@ -69,7 +69,6 @@ class Analysis:
         results: flattened: a Place in an input or, behind these, in an allocation of the plan, or a Python value.
         slots: the addresses, by allocation of a launch.
         unexplained: words that differ and are no address of the inputs or the pool.
-        suspects: those that look like addresses of other memory.
         increment: what an eager run adds to the generator's offset.
         written: indices of the inputs that an eager run writes.
         read: storages besides the inputs that operators read or write.
@@ -82,7 +81,6 @@ class Analysis:
     results: list[Any]
     slots: words.Slots
     unexplained: list[words.Unexplained]
-    suspects: list[words.Suspect]
     increment: int
     written: list[int]
     read: list[torch.UntypedStorage]
@@ -297,8 +295,7 @@ def _compare(first, second, increment, written, read) -> Analysis:
         [arenas.Block(a, b, size) for (a, size), (b, _) in zip(*both, strict=True)]
         for both in ((first.given, second.given), (first.blocks, second.blocks))
     )
-    slots, unexplained = words.explain(chunks, (blob, other), given + blocks)
-    suspects = words.suspects(unexplained, (blob, other), slots, driver.is_address)
+    slots, unexplained = words.explain(chunks, (blob, other), given + blocks, driver.is_address)
     # No launch knows the second one's memory, and the first launches need as much.
     second.release()
     num_inputs = len(first.inputs)
@@ -314,4 +311,4 @@ def _compare(first, second, increment, written, read) -> Analysis:
     table += [(len(given) + arena, offset) for arena, offset in plan.places]
     moved = np.array(table, np.int64).reshape(-1, 2)[slots.allocation]
     slots = slots._replace(allocation=moved[:, 0], offset=slots.offset + moved[:, 1])
-    return Analysis(first, chunks, blob, plan, results, slots, unexplained, suspects, increment, written, read)
+    return Analysis(first, chunks, blob, plan, results, slots, unexplained, increment, written, read)

@@ -61,7 +61,7 @@ class GpuRegion:
             "arena_bytes": sum(self._sizes),
             "copied_results": len(self._copies),
             "unread": len(analysis.unexplained),
-            "unread_like_addresses": len(analysis.suspects),
+            "unread_like_addresses": sum(word.is_suspect for word in analysis.unexplained),
             "random_increment": self._increment,
             "executables": 0,
             "driver_bytes": 0,

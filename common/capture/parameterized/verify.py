@@ -149,25 +149,22 @@ class Verification:
         in the first launch and NaN in the other: a kernel that reads there gives other results, and one that writes
         there changes a byte. RegionRefused, which names the words, where a result or a byte changes.
         """
-        unexplained = analysis.unexplained
+        unexplained, watched = analysis.unexplained, self._watched
         if not unexplained:
             return
-        suspects = analysis.suspects
-        covered = {half.position for suspect in suspects for half in (suspect.low, suspect.high)}
-        numbers = [word for word in unexplained if word.position not in covered]
-        written = [*numbers, *(half for suspect in suspects for half in (suspect.low, suspect.high))]
+        suspects = [word for word in unexplained if word.is_suspect]
         # A lower half that both captures agree upon may be a number beside unused bytes: it stays.
-        window = _WINDOW if any(suspect.low.first == suspect.low.second for suspect in suspects) else 0
-        watched = self._watched
+        window = _WINDOW if any(_has_known_half(word) for word in suspects) else 0
         scratch = _scratch(analysis.largest() + window, self._device) if suspects else None
         try:
-            for fill, values in ((0, [word.second for word in numbers]), (_POISON, [word.agreed for word in numbers])):
+            for fill in (0, _POISON):
+                values = [word.agreed if fill else word.second for word in unexplained]
                 if scratch is not None:
                     self._watched = [*watched, (scratch.fill_(fill), fill)]
-                    for suspect in suspects:
-                        address = _stand_in(suspect, scratch.data_ptr() + (_MARGIN if fill else 2 * _MARGIN))
-                        values += [address & 0xFFFFFFFF, address >> 32]
-                self._region.overwrite(written, values)
+                    start = scratch.data_ptr() + (_MARGIN if fill else 2 * _MARGIN)
+                    pairs = zip(unexplained, values, strict=True)
+                    values = [_stand_in(word, start) if word.is_suspect else value for word, value in pairs]
+                self._region.overwrite(unexplained, values)
                 self.run(example_inputs)
         except RegionRefused as error:
             raise RegionRefused(
@@ -176,7 +173,7 @@ class Verification:
             ) from error
         finally:
             self._watched = watched
-        self._region.overwrite(written, [word.first for word in written])
+        self._region.overwrite(unexplained, [word.first for word in unexplained])
 
 
 def _scratch(largest, device):
@@ -184,11 +181,13 @@ def _scratch(largest, device):
     return torch.empty(largest + 3 * _MARGIN, dtype=torch.uint8, device=device)
 
 
-def _stand_in(suspect, start) -> int:
+def _has_known_half(word) -> bool:
+    return (word.first ^ word.second) % _WINDOW == 0
+
+
+def _stand_in(word, start) -> int:
     """The address for a suspect from `start` on: the first, or the first with its lower half where that is known."""
-    if suspect.low.first != suspect.low.second:
-        return start
-    return start + (suspect.low.first - start) % _WINDOW
+    return start + (word.first - start) % _WINDOW if _has_known_half(word) else start
 
 
 def _alike(value, expected) -> bool:

@@ -5,7 +5,8 @@ memory have blobs of the same layout, and a word that differs must be an address
 same offset in both. No GPU is needed to find that out.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class Slots(NamedTuple):
     """The addresses in a blob, each of 8 bytes, and what belongs there.
 
     Attributes:
-        position: index into the blob as 4-byte words.
+        position: index into the blob as 8-byte words.
         allocation: index of the allocation.
         offset: bytes from the allocation's base.
         node: index of the node.
@@ -45,14 +46,15 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Unexplained:
-    """A 4-byte word that differs between the captures and is no part of an address.
+    """An 8-byte word that differs between the captures and is no address of the region.
 
     Attributes:
         node: index of the node.
         offset: offset in the node's parameters.
         first: value in the first capture.
         second: value in the second.
-        position: index into the blob as 4-byte words.
+        position: index into the blob as 8-byte words.
+        is_suspect: memory outside of the region is known at one of the values.
     """
 
     node: int
@@ -60,23 +62,13 @@ class Unexplained:
     first: int
     second: int
     position: int
+    is_suspect: bool = False
 
     @property
     def agreed(self) -> int:
         """The value with zero in the place of the bytes that differ: a flag may share its word with unused bytes."""
         differ = self.first ^ self.second
-        return sum(self.first & 0xFF << bits for bits in (0, 8, 16, 24) if not differ >> bits & 0xFF)
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """An 8-byte word with an unexplained half that looks like an address of memory outside the region.
-
-    One of `low` and `high` may be the same in both captures.
-    """
-
-    low: Unexplained
-    high: Unexplained
+        return sum(self.first & 0xFF << bits for bits in range(0, 64, 8) if not differ >> bits & 0xFF)
 
 
 def layout(nodes: list[list[tuple[int, bytes]]]) -> tuple[list[Chunk], np.ndarray]:
@@ -100,48 +92,37 @@ def layout(nodes: list[list[tuple[int, bytes]]]) -> tuple[list[Chunk], np.ndarra
 
 
 def explain(
-    chunks: list[Chunk], blobs: tuple[np.ndarray, np.ndarray], allocations: Sequence[tuple[int, int, int]]
+    chunks: list[Chunk],
+    blobs: tuple[np.ndarray, np.ndarray],
+    allocations: Sequence[tuple[int, int, int]],
+    is_address: Callable[[int], bool],
 ) -> tuple[Slots, list[Unexplained]]:
     """Find the addresses among the words that differ between two captures.
 
     An address is an 8-byte word in the same allocation at the same offset in both, one byte past the end included.
-    Half an address counts as unexplained: structures have some in their unused bytes.
+    Half an address, or one at no multiple of 8, counts as unexplained: structures have some in their unused bytes.
 
     Args:
         chunks: layout of both blobs.
         blobs: parameters of the first and the second capture.
         allocations: (base in the first, base in the second, bytes); those of a pool may overlap, used in turn.
+        is_address: returns whether memory is known at an 8-byte value.
 
     Returns:
         the slots, and the words that nothing explains.
     """
-    halves = [blob.view(np.uint32) for blob in blobs]
-    rest = halves[0] != halves[1]
-    # End of the chunk of each 4-byte position, and its index; -1 in gaps.
-    end, owner = np.zeros(len(rest), np.int64), np.full(len(rest), -1, np.int64)
-    for index, chunk in enumerate(chunks):
-        places = slice(chunk.start // 4, -(-(chunk.start + chunk.size) // 4))
-        end[places], owner[places] = chunk.start + chunk.size, index
-    found = []
-    taken = np.zeros(len(rest) + 1, bool)
-    # Words at multiples of 8, then those between: copied structures have addresses at multiples of 4.
-    for parity in (0, 1):
-        position = np.flatnonzero(rest | np.append(rest[1:], False))
-        position = position[(position % 2 == parity) & (position * 4 + 8 <= end[position])]
-        position = position[~(taken[position] | taken[position + 1])]
-        values = [words[position] | words[position + 1].astype(np.uint64) << np.uint64(32) for words in halves]
-        allocation, offset = match(values, allocations)
-        hit = allocation >= 0
-        nodes = np.array([chunks[index].node for index in owner[position[hit]]], np.int64)
-        found.append((position[hit], allocation[hit], offset[hit], nodes))
-        for half in (position[hit], position[hit] + 1):
-            rest[half], taken[half] = False, True
+    wide = [blob.view(np.uint64) for blob in blobs]
+    differs = np.flatnonzero(wide[0] != wide[1])
+    allocation, offset = match([words[differs] for words in wide], allocations)
+    owner = np.searchsorted([chunk.start for chunk in chunks], differs * 8, side="right") - 1
+    node = np.array([chunks[index].node for index in owner], np.int64)
+    hit = allocation >= 0
     unexplained = [
-        Unexplained(chunk.node, chunk.offset + p * 4 - chunk.start, int(halves[0][p]), int(halves[1][p]), p)
-        for p in np.flatnonzero(rest).tolist()
-        for chunk in (chunks[owner[p]],)
+        Unexplained(chunk.node, chunk.offset + 8 * p - chunk.start, *pair, p, any(map(is_address, pair)))
+        for p, chunk in zip(differs[~hit].tolist(), [chunks[index] for index in owner[~hit]], strict=True)
+        for pair in ([int(words[p]) for words in wide],)
     ]
-    return Slots(*map(np.concatenate, zip(*found, strict=True))), unexplained
+    return Slots(differs[hit], allocation[hit], offset[hit], node[hit]), unexplained
 
 
 def match(values: list[np.ndarray], allocations: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -162,50 +143,18 @@ def match(values: list[np.ndarray], allocations: Sequence[tuple[int, int, int]])
     return allocation, offsets
 
 
-def suspects(
-    unexplained: list[Unexplained], blobs: tuple[np.ndarray, np.ndarray], slots: Slots, is_address
-) -> list[Suspect]:
-    """Find the unexplained words that look like addresses, in either capture.
-
-    Args:
-        unexplained: of `explain`, as `slots`.
-        blobs: parameters of the first and the second capture.
-        slots: the addresses. A word that shares its 8 bytes with half of a slot is no suspect.
-        is_address: is_address(value), whether memory is known at an 8-byte value.
-    """
-    taken = {*slots.position.tolist(), *(slots.position + 1).tolist()}
-    halves = [blob.view(np.uint32) for blob in blobs]
-    found: dict[int, Suspect] = {}
-    for word in unexplained:
-        low = word.position & ~1
-        if low in found or low in taken or low + 1 in taken:
-            continue
-        if any(is_address(int(blob.view(np.uint64)[low // 2])) for blob in blobs):
-            low_half, high_half = (
-                Unexplained(word.node, word.offset + 4 * (p - word.position), int(halves[0][p]), int(halves[1][p]), p)
-                for p in (low, low + 1)
-            )
-            found[low] = Suspect(low_half, high_half)
-    return list(found.values())
-
-
 class Patcher:
     """Writes new addresses into the blob of a capture, in place."""
 
     def __init__(self, blob: np.ndarray, slots: Slots):
-        self._words = blob.view(np.uint32)
+        self._words = memoryview(blob).cast("Q")
         self._bases: list[int] = []
-        order = np.argsort(slots.allocation, kind="stable")
-        # By allocation: positions and offsets of its slots, and its nodes.
-        self._own = {
-            int(slots.allocation[which[0]]): (
-                slots.position[which],
-                slots.offset[which].astype(np.uint64),
-                np.unique(slots.node[which]).tolist(),
-            )
-            for which in np.split(order, np.flatnonzero(np.diff(slots.allocation[order])) + 1)
-            if len(which)
-        }
+        # By allocation: position and offset of its slots, and its nodes. Most have few; an array of NumPy costs more.
+        self._places: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._nodes: dict[int, set[int]] = defaultdict(set)
+        for position, allocation, offset, node in zip(*(column.tolist() for column in slots), strict=True):
+            self._places[allocation].append((position, offset))
+            self._nodes[allocation].add(node)
 
     def patch(self, bases: list[int]) -> list[int]:
         """Write the addresses of allocations that moved since the last call; return the changed nodes, by index."""
@@ -215,12 +164,10 @@ class Patcher:
         self._bases = list(bases)
         nodes: set[int] = set()
         for index, (base, old) in enumerate(zip(bases, before, strict=True)):
-            if base != old and index in self._own:
-                position, offset, own_nodes = self._own[index]
-                values = offset + np.uint64(base)
-                self._words[position] = values & np.uint64(0xFFFFFFFF)
-                self._words[position + 1] = values >> np.uint64(32)
-                nodes.update(own_nodes)
+            if base != old and index in self._nodes:
+                for position, offset in self._places[index]:
+                    self._words[position] = base + offset
+                nodes |= self._nodes[index]
         return sorted(nodes)
 
     def overwrite(self, words: list[Unexplained], values: list[int]) -> list[int]:

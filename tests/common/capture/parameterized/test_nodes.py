@@ -54,7 +54,7 @@ def test_every_node_is_launched_with_the_addresses_of_the_call(fake):
     nodes.check_alike(first, second)
     chunks, blob = words.layout([node.parameters for node in first])
     _, other = words.layout([node.parameters for node in second])
-    slots, unexplained = words.explain(chunks, (blob, other), [(X, Y, 4096)])
+    slots, unexplained = words.explain(chunks, (blob, other), [(X, Y, 4096)], bool)
     assert not unexplained
     assert slots.node.tolist() == [0, 1, 2, 3, 3]
 
@@ -81,7 +81,7 @@ def test_a_node_with_another_address_alone_is_set(fake):
     chunks, blob = words.layout([node.parameters for node in first])
     _, other = words.layout([node.parameters for node in nodes.read_nodes(graph(fake, Y))])
     parts = [(X + start, Y + start, 16) for start in (0, 16, 32, 64, 128)]
-    slots, _ = words.explain(chunks, (blob, other), parts)
+    slots, _ = words.explain(chunks, (blob, other), parts, bool)
     executable = nodes.Executable(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
     bases = [base for base, _, _ in parts]
     executable.patch(bases)
