@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from common.capture import memory
-from common.capture.checks import RegionRefused
+from common.capture.checks import CaptureError, RegionRefused
 from common.capture.parameterized import arenas, driver, random_state, words
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
-from common.capture.pool import new_workspaces
+from common.capture.pool import CudaGraph, new_workspaces
 
 _NUM_WARM_UPS = 2
 _MAX_NAMED = 5
@@ -59,16 +59,14 @@ class Captured:
 class Analysis:
     """The result of comparing two captures of a region.
 
-    An allocation of a launch is an input, the seed or the offset, or one of `plan`, in this order.
-
     Attributes:
         first: the capture that is launched.
         chunks: layout of the parameters.
         blob: parameters of the first capture.
-        plan: allocations for the tensors of the pool.
-        results: flattened: a Place in an input or, behind these, in an allocation of the plan, or a Python value.
-        slots: the addresses, by allocation of a launch.
-        unexplained: words that differ and are no address of the inputs or the pool.
+        plan: allocations of a launch for the tensors of the pool.
+        results: like `first.outputs`, in allocations of the plan.
+        slots: the addresses. The allocations are the inputs, seed and offset where they are drawn, then the plan's.
+        unexplained: words that differ and are no such address.
         increment: what an eager run adds to the generator's offset.
         written: indices of the inputs that an eager run writes.
         read: storages besides the inputs that operators read or write.
@@ -101,8 +99,7 @@ class Analysis:
             f"{word.first:#x} and {word.second:#x}"
             for word in unexplained[:_MAX_NAMED]
         ]
-        more = len(unexplained) - len(named)
-        return "; ".join(named) + (f"; and {more} more" if more else "")
+        return "; ".join(named) + ("; and more" if len(unexplained) > _MAX_NAMED else "")
 
 
 @functools.cache
@@ -114,13 +111,8 @@ def _side_stream(index: int) -> torch.cuda.Stream:
 def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Analysis:
     """Warm a region up, capture it twice over other memory and compare.
 
-    Args:
-        fn: the region.
-        example_inputs: its inputs; they are copied and stay as they are.
-        device: the current GPU, with an index. Its generator is `random_state.aside`.
-
-    Returns:
-        the comparison. The first capture is alive until `release`; the second one has gone.
+    The examples are copied and stay as they are. The device is the current GPU, its generator is `random_state.aside`.
+    The first capture is alive until it is released; the second one has gone.
     """
     if torch._C._cuda_isHistoryEnabled():
         raise RegionRefused("memory history is being recorded, which a capture reads: end _record_memory_history")
@@ -190,13 +182,10 @@ class _Distinct(TorchDispatchMode):
 def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     inputs = [memory.clone(tensor) for tensor in example_inputs]
     gc.collect()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
     # With a state of its own, seed and offset of the two captures have different addresses.
     with new_workspaces(), random_state.aside(device):
-        result, made = _record(graph, fn, inputs, mode)
+        graph, result, made, segments = _record(fn, inputs, mode, device)
     leaves, structure = tree_flatten(result)
-    segments = [(part["address"], part["total_size"]) for part in _snapshot(graph)]
     blocks = [block for block in made if memory.find(block[0], segments) >= 0]
     given = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs]
     if isinstance(mode, _Distinct):
@@ -206,9 +195,9 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     _check_kept(graph)
     # Some versions of torch make seed and offset for every capture, others where one draws.
     seeds = [(a, size) for a, size in made if size == _SEED_BYTES and memory.find(a, segments) < 0]
-    given += seeds if draws else []
     if draws and len(seeds) != 2:
         raise RegionRefused("random numbers are drawn from another state of a generator than torch's own")
+    given += seeds if draws else []
     return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, given, segments, blocks, outputs, structure)
 
 
@@ -230,56 +219,47 @@ def _place(index, leaf, given, blocks):
     return memory.Place(owner, address - (given + blocks)[owner][0], memory.describe(leaf))
 
 
-def _record(graph, fn, inputs, mode):
-    """Run fn under capture; its result and (address, bytes) of what it allocated. Any failure is a refusal."""
-    collects = gc.isenabled()
-    gc.disable()
+def _record(fn, inputs, mode, device):
+    """Capture fn; torch's graph, what fn returned, (address, bytes) of what was allocated, and of the pool's segments.
+
+    A failure of the capture is a refusal.
+    """
+    captured, pool = CudaGraph(()), torch.cuda.graph_pool_handle()
     torch.cuda.memory._record_memory_history("all", context=None)
     try:
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            with mode:
-                result = fn(*inputs)
-        except BaseException:
-            _give_up(graph)
-            raise
-        graph.capture_end()
-    except torch.OutOfMemoryError:
+        with mode:
+            result = captured.capture(lambda: fn(*inputs), pool)
+        events = torch.cuda.memory._snapshot()["device_traces"][device.index]
+    except BaseException as error:
+        # torch would leave the pool as if the capture went on.
+        with contextlib.suppress(Exception):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        if isinstance(error, CaptureError):
+            raise RegionRefused(f"the capture failed: {error}") from error
         raise
-    except RuntimeError as error:
-        raise RegionRefused(f"the capture failed: {str(error).splitlines()[0]}") from error
     finally:
-        if collects:
-            gc.enable()
-        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         torch.cuda.memory._record_memory_history(None)
-    return result, [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
-
-
-def _give_up(graph):
-    """End a capture that failed. torch would leave its pool as if it went on."""
-    with contextlib.suppress(Exception):
-        graph.capture_end()
-    device = torch.cuda.current_device()
-    with contextlib.suppress(Exception):
-        torch._C._cuda_endAllocateToPool(device, graph.pool())
-        torch._C._cuda_releasePool(device, graph.pool())
-
-
-def _snapshot(graph) -> list[dict]:
-    return torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
+    made = [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
+    segments = [(part["address"], part["total_size"]) for part in torch.cuda.memory.memory_snapshot(mempool_id=pool)]
+    return captured.graph, result, made, segments
 
 
 def _check_kept(graph):
     """Refuse a region that keeps a tensor besides its results: no launch would write that one again."""
     gc.collect()
-    kept = [block for part in _snapshot(graph) for block in part["blocks"] if block["state"] == "active_allocated"]
+    parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
+    kept = [block for part in parts for block in part["blocks"] if block["state"] == "active_allocated"]
     if kept:
         total = sum(block["size"] for block in kept)
         raise RegionRefused(
             f"the region keeps {len(kept)} tensors of its own beyond its end ({total} bytes), such as gradients that "
             "it set or a cache: return them, or make them before"
         )
+
+
+def _is_known(value: int) -> bool:
+    return driver.memory_type(value) is not None
 
 
 def _compare(first, second, increment, written, read) -> Analysis:
@@ -295,7 +275,7 @@ def _compare(first, second, increment, written, read) -> Analysis:
         [arenas.Block(a, b, size) for (a, size), (b, _) in zip(*both, strict=True)]
         for both in ((first.given, second.given), (first.blocks, second.blocks))
     )
-    slots, unexplained = words.explain(chunks, (blob, other), given + blocks, driver.is_address)
+    slots, unexplained = words.explain(chunks, (blob, other), given + blocks, _is_known)
     # No launch knows the second one's memory, and the first launches need as much.
     second.release()
     num_inputs = len(first.inputs)

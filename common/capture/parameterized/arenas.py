@@ -24,13 +24,10 @@ class Block(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Allocations of a launch for the tensors of a pool.
+    """Allocations of a launch for the tensors of a pool: their bytes, and (index, offset) of each block.
 
-    Attributes:
-        sizes: bytes of the allocations.
-        places: (index of the allocation, offset in it) of each block.
-        results: index of the allocation of each block that holds results; they begin where it begins.
-        copies: (index of a result's allocation, index and offset of its bytes after a launch), where they differ.
+    results: index of the allocation of each block that holds results; both begin alike. copies: (index of a result's
+    allocation, index and offset of its bytes after a launch), where they differ.
     """
 
     sizes: list[int]
@@ -40,13 +37,10 @@ class Plan(NamedTuple):
 
 
 def plan(segments: list[tuple[int, int]], blocks: list[Block], results: set[int]) -> Plan:
-    """Give each block a place.
+    """Give each block that a capture ever makes a place.
 
-    Args:
-        segments: (address, bytes) of the first capture's pool.
-        blocks: all tensors that a capture ever makes there.
-        results: indices of the blocks that hold results. A result is copied where a temporary tensor had the same bytes
-            in both captures: its block cannot be told from that one.
+    segments: (address, bytes) of the first capture's pool. results: indices of the blocks that hold results. A result
+    is copied where a temporary tensor had the same bytes in both captures: its block cannot be told from that one.
     """
     made = Plan([], [(-1, 0)] * len(blocks), {}, [])
     shared = {a for a in results if any(blocks[a].is_mistakable(b) for i, b in enumerate(blocks) if i != a)}

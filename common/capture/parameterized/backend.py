@@ -38,11 +38,8 @@ _SAVES_RANDOM_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsaf
 class Region:
     """A function and its capture.
 
-    Attributes:
-        name: forward, backward, inference or sums, with a number.
-        state: waiting, parameterized or eager.
-        reason: why it runs eagerly.
-        captured: the last capture; it was released where the state is eager.
+    name: forward, backward, inference or sums, with a number. state: waiting, parameterized or eager. reason: why it
+    runs eagerly. captured: the last capture, which was released where the state is eager.
     """
 
     name: str
@@ -51,10 +48,7 @@ class Region:
     captured: Any = None
 
     def row(self) -> dict[str, Any]:
-        """Return what a table shows: name, state and reason.
-
-        Where there is a capture also its report, launches, nodes patched in them and its host seconds.
-        """
+        """Return what a table shows: name, state and reason; of a capture also its report and its counts."""
         row: dict[str, Any] = {"region": self.name, "state": self.state, "reason": self.reason}
         if self.captured is not None:
             row |= self.captured.report | {name.removeprefix("num_"): count for name, count in self.counts().items()}
@@ -63,8 +57,7 @@ class Region:
     def capture(self, fn, inputs: list[torch.Tensor], fixed: Collection[int], unwritten: Collection[int] = ()) -> None:
         """Capture `fn`, as `region.capture` does. Whatever fails leaves the region eager, with the reason.
 
-        Raises:
-            CaptureError: a capture is under way, which would hold what runs eagerly in the place of a launch.
+        CaptureError where this thread captures something already.
         """
         self.captured = None
         try:
@@ -77,14 +70,10 @@ class Region:
             self.state, self.reason = "parameterized", ""
 
     def launch(self, inputs: list[torch.Tensor]):
-        """Launch the captured region.
+        """Launch the captured region; return flat results, and the memory that holds them.
 
-        Returns:
-            flat results, and the memory that holds them. None where the launch failed: nothing ran, and the region is
-            eager from now on.
-
-        Raises:
-            CaptureError: the region runs inside a capture, or reads a tensor that was replaced.
+        None where the launch failed: nothing ran, and the region is eager from now on. CaptureError where it runs
+        inside a capture or reads a tensor that was replaced.
         """
         before = self.num_replays
         try:

@@ -17,8 +17,7 @@ except ImportError:
     cu: Any = None  # type: ignore[no-redef]
 
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2
-# CU_MEMORYTYPE_DEVICE and CU_MEMORYTYPE_UNIFIED.
-_DEVICE, _UNIFIED = 2, 4
+_MAX_PARAMETERS = 1 << 12
 
 
 class DriverError(RuntimeError):
@@ -32,14 +31,7 @@ def require() -> None:
 
 
 def call(name: str, *args) -> Any:
-    """Call a function of the driver.
-
-    Returns:
-        its result, a list where there are several.
-
-    Raises:
-        DriverError: the function's name and the driver's error.
-    """
+    """Call a function of the driver; return its result, a list where there are several, or raise a DriverError."""
     error, *results = getattr(cu, name)(*args)
     check(name, error)
     return results[0] if len(results) == 1 else results
@@ -51,31 +43,11 @@ def check(name: str, error) -> None:
         raise DriverError(f"{name}: {getattr(error, 'name', error)}")
 
 
-def graph_nodes(graph) -> list:
-    """Return the nodes of a CUgraph in the order in which they were made."""
-    _, count = call("cuGraphGetNodes", graph, 0)
-    return call("cuGraphGetNodes", graph, count)[0] if count else []
-
-
-def kind_of(node) -> str:
-    """Return the kind of a node: kernel, memcpy, memset, empty, host, conditional and others of CUgraphNodeType."""
-    return call("cuGraphNodeGetType", node).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower().replace("_", " ")
-
-
-def kernel_name(params) -> str:
-    """Return the mangled name of a kernel, given its CUDA_KERNEL_NODE_PARAMS."""
-    name = call("cuFuncGetName", params.func) if int(params.func) else call("cuKernelGetName", params.kern)
-    return (name or b"?").decode()
-
-
 def kernel_arguments(params) -> list[tuple[int, bytes]]:
     """Return (offset in the kernel's parameter space, bytes) of each parameter, or of the packed buffer as one."""
     if params.kernelParams:
-        pointers = (ctypes.c_void_p * (1 << 12)).from_address(params.kernelParams)
-        return [
-            (offset, ctypes.string_at(pointers[index] or 0, size))
-            for index, (offset, size) in enumerate(_layout(params))
-        ]
+        pointers = (ctypes.c_void_p * _MAX_PARAMETERS).from_address(params.kernelParams)
+        return [(offset, ctypes.string_at(pointers[i] or 0, size)) for i, (offset, size) in enumerate(_layout(params))]
     options: dict[int, int] = {}
     place = params.extra
     while place and (key := ctypes.c_void_p.from_address(place).value):
@@ -87,55 +59,27 @@ def kernel_arguments(params) -> list[tuple[int, bytes]]:
     return [(0, ctypes.string_at(options[_BUFFER_POINTER], size))]
 
 
-def _layout(params) -> list[tuple[int, int]]:
+def _layout(params):
     """Offset and size of each parameter that a kernel declares."""
     function, name = (params.func, "cuFuncGetParamInfo") if int(params.func) else (params.kern, "cuKernelGetParamInfo")
-    layout: list[tuple[int, int]] = []
-    while True:
-        error, offset, size = getattr(cu, name)(function, len(layout))
+    for index in range(_MAX_PARAMETERS):
+        error, offset, size = getattr(cu, name)(function, index)
         if error == cu.CUresult.CUDA_ERROR_INVALID_VALUE:
-            return layout
+            return
         check(name, error)
-        layout.append((offset, size))
+        yield offset, size
 
 
-def _memory_type(address: int) -> int | None:
-    """CUmemorytype of the memory at an 8-byte value; None where the driver knows none there."""
+def memory_type(address: int) -> int | None:
+    """Return the CUmemorytype of the memory at an 8-byte value; None where the driver knows none there."""
     error, kind = cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
     return None if error else int(kind)
-
-
-def is_device_memory(kind, address) -> bool:
-    """Return whether one side of a copy is device memory, not of the host or an array.
-
-    kind: CUmemorytype of the side. address: the device or unified address.
-    """
-    return int(kind) == _DEVICE or (int(kind) == _UNIFIED and _memory_type(int(address)) == _DEVICE)
-
-
-def is_address(value: int) -> bool:
-    """Return whether the driver knows memory, of a device or pinned, at an 8-byte value."""
-    return _memory_type(value) is not None
-
-
-@cache
-def _graph_launch():
-    """A launch may wait for room in the queue, and does not hold Python's lock meanwhile.
-
-    Kineto shows the runtime's launches and leaves out the driver's; the handles are the same. torch has loaded the
-    runtime, but where it is linked into torch.
-    """
-    try:
-        return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGraphLaunch
-    except OSError:
-        return ctypes.CDLL("libcuda.so.1").cuGraphLaunch
 
 
 class Graph:
     """A copy of a CUgraph, which may be destroyed then, and the executables made of the copy.
 
-    Attributes:
-        nodes: CUgraphNodes of the copy, in the order of the nodes given.
+    nodes: CUgraphNodes of the copy, in the order of the nodes given.
     """
 
     def __init__(self, graph: int, nodes: list):
@@ -157,6 +101,18 @@ class Graph:
         for executable in self._executables:
             cu.cuGraphExecDestroy(executable)
         cu.cuGraphDestroy(self._graph)
+
+
+@cache
+def _graph_launch():
+    """Kineto shows launches of the runtime, which torch has loaded, and leaves out the driver's. Handles are the same.
+
+    A launch may wait for room in the queue, and does not hold Python's lock meanwhile.
+    """
+    try:
+        return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGraphLaunch
+    except OSError:
+        return ctypes.CDLL("libcuda.so.1").cuGraphLaunch
 
 
 def launch(executable, stream: int) -> None:

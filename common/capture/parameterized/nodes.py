@@ -15,6 +15,8 @@ from common.capture.parameterized.words import Chunk, Patcher, Slots, Unexplaine
 _COLLECTIVES = ("nccl", "nvshmem")
 # Structure of cuda.h by kind, and its bytes.
 _STRUCTURES = {"memcpy": ("CUDA_MEMCPY3D", 200), "memset": ("CUDA_MEMSET_NODE_PARAMS", 40)}
+# CU_MEMORYTYPE_DEVICE and CU_MEMORYTYPE_UNIFIED.
+_DEVICE, _UNIFIED = 2, 4
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Node:
 
     Attributes:
         handle: CUgraphNode.
-        kind: as of `driver.kind_of`.
+        kind: kernel, memcpy, memset or empty.
         name: the kernel's name, or the kind.
         shape: everything that must be the same in two captures: function, grid, block, shared memory.
         parameters: (offset, bytes) of each parameter.
@@ -40,7 +42,9 @@ class Node:
 
 def read_nodes(graph) -> list[Node]:
     """Read all nodes of a CUgraph in the order in which they were made. RegionRefused names a node that cannot move."""
-    return [_read(index, handle) for index, handle in enumerate(driver.graph_nodes(graph))]
+    _, count = driver.call("cuGraphGetNodes", graph, 0)
+    handles, _ = driver.call("cuGraphGetNodes", graph, count)
+    return [_read(index, handle) for index, handle in enumerate(handles)]
 
 
 def _params_of(handle, kind):
@@ -49,14 +53,15 @@ def _params_of(handle, kind):
 
 
 def _read(index, handle) -> Node:
-    kind = driver.kind_of(handle)
+    kind = driver.call("cuGraphNodeGetType", handle).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
     if kind == "empty":
         return Node(handle, kind, kind)
     if kind not in ("kernel", *_STRUCTURES):
         raise RegionRefused(f"node {index} is a {kind} node, which cannot be launched on other memory")
     params = _params_of(handle, kind)
     if kind == "kernel":
-        name = driver.kernel_name(params)
+        of_kernel = ("cuFuncGetName", params.func) if int(params.func) else ("cuKernelGetName", params.kern)
+        name = (driver.call(*of_kernel) or b"?").decode()
         if name.lower().startswith(_COLLECTIVES):
             raise RegionRefused(f"node {index} is a collective, {name}: leave it outside the region")
         sizes = [getattr(params, f"{of}Dim{axis}") for of in ("grid", "block") for axis in "XYZ"]
@@ -65,7 +70,8 @@ def _read(index, handle) -> Node:
     if kind == "memcpy":
         sides = ("from", params.srcMemoryType, params.srcDevice), ("to", params.dstMemoryType, params.dstDevice)
         for side, memory, address in sides:
-            if not driver.is_device_memory(memory, address):
+            unified = int(memory) == _UNIFIED and driver.memory_type(int(address)) == _DEVICE
+            if int(memory) != _DEVICE and not unified:
                 raise RegionRefused(f"node {index} copies {side} memory of the host: make the copy before the region")
         shape = (params.WidthInBytes, params.Height, params.Depth)
     else:
@@ -89,15 +95,8 @@ def check_alike(first: list[Node], second: list[Node]) -> None:
 class Executable:
     """An executable graph with parameters of its own, of which those are set that change.
 
-    Args:
-        graph: it is made of this one at the first `patch`.
-        nodes: as read from the capture.
-        chunks: layout of the parameters.
-        blob: parameters of the capture; they are copied.
-        slots: the addresses.
-
-    Attributes:
-        handle: CUgraphExec, None before the first `patch`.
+    It is made of `graph` at the first `patch`. nodes: as read from the capture. chunks, blob: their parameters, which
+    are copied. slots: the addresses. handle: CUgraphExec.
     """
 
     def __init__(self, graph: driver.Graph, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray, slots: Slots):
@@ -106,21 +105,18 @@ class Executable:
         self._blob = blob.copy()
         self._patcher = Patcher(self._blob, slots)
         self._keep: list = []
-        starts: list[list[Chunk]] = [[] for _ in nodes]
+        parts: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
-            starts[chunk.node].append(chunk)
+            parts[chunk.node].append(chunk)
         # (kind, node of the graph, structure) of the nodes that have parameters.
         self._params = [
             (node.kind, handle, self._structure(node, handle, own)) if own else None
-            for node, handle, own in zip(nodes, graph.nodes, starts, strict=True)
+            for node, handle, own in zip(nodes, graph.nodes, parts, strict=True)
         ]
         self._calls: list[partial] = []
 
     def patch(self, bases: list[int]) -> int:
-        """Set the addresses of allocations that moved; return the number of changed nodes.
-
-        After an error the executable is of no use.
-        """
+        """Set the addresses that moved; return the number of changed nodes. After an error it is of no use."""
         changed = self._patcher.patch(bases)
         if self.handle is not None:
             self._set(changed)

@@ -11,7 +11,7 @@ import torch
 
 from common.capture.checks import CaptureError
 
-# Thread whose captures have put the generator's state aside.
+# Thread whose capture has put the generator's state aside.
 _captures_in: int | None = None
 
 
@@ -24,7 +24,7 @@ def generator(device: torch.device) -> torch.Generator:
 def aside(device: torch.device):
     """Let torch's generator of a GPU draw from a copy of its state in this block, and leave the state as it was.
 
-    A capture that fails may leave the copy unusable. Other threads draw from the copy too: what they draw comes again.
+    Other threads draw from the copy too: what they draw comes again.
     """
     global _captures_in
     draws, before = generator(device), _captures_in
@@ -40,17 +40,10 @@ def aside(device: torch.device):
 
 @contextlib.contextmanager
 def drawn(device: torch.device, increment: int):
-    """Draw for a launch in this block, like eager, and only if the launch succeeds.
+    """Give seed and offset for a launch in this block, tensors of one int64, and advance like eager if it succeeds.
 
-    Args:
-        device: a GPU with an index; the current stream is that of the launch.
-        increment: what the region's eager run adds to the generator's offset. 0: nothing is drawn.
-
-    Yields:
-        seed and offset, as tensors of one int64.
-
-    Raises:
-        CaptureError: another thread captures a region, from which the generator would be set back.
+    increment: what the region's eager run adds to the generator's offset; with 0 there are no tensors. CaptureError
+    where another thread captures a region.
     """
     if not increment:
         yield []

@@ -10,8 +10,6 @@ from common.capture.checks import CaptureError, RegionRefused, signature
 from common.capture.parameterized import driver, random_state
 from common.capture.parameterized.host import HostRegion
 
-# Launches that are compared with eager runs, on a GPU.
-_NUM_COMPARED = 2
 _one_capture = threading.RLock()
 
 
@@ -65,7 +63,7 @@ def _capture(fn, inputs, device, unwritten):
         region = GpuRegion(fn, analysis, device)
         try:
             check = Verification(region, fn, device, unwritten)
-            _prove(check, analysis, inputs, device)
+            check.prove(analysis, inputs)
         except BaseException:
             region.release()
             raise
@@ -87,19 +85,3 @@ def _checked(fn):
         return result
 
     return run
-
-
-def _prove(check, analysis, inputs, device):
-    """Compare launches with eager, then those that have other words in the place of unexplained ones."""
-    check.spoil(analysis.all_bytes(device))
-    try:
-        for _ in range(_NUM_COMPARED):
-            check.run(inputs)
-    except RegionRefused as error:
-        if not analysis.unexplained:
-            raise
-        words = analysis.name(analysis.unexplained)
-        raise RegionRefused(
-            f"{error}; words of parameters differ between two captures and are no address: {words}"
-        ) from None
-    check.prove_unread(analysis, inputs)

@@ -16,6 +16,7 @@ _POISON = 0xFF
 _MAX_NOISE = 2e-2
 # What new memory holds before two launches: bytes that keep both were not written.
 _FILLS = (0xA5, 0x5A)
+_NUM_COMPARED = 2
 _NUM_REPEATS = 4
 # Bytes before and behind an address that stands for one outside the region.
 _MARGIN = 1 << 20
@@ -53,11 +54,23 @@ class Verification:
         self._before: list[torch.Tensor] = []
         self._owners: list[Any] = []
 
-    def spoil(self, memory_of: list[torch.Tensor]) -> None:
-        """Fill memory, tensors of bytes, that no launch may touch any more, and watch it."""
-        for tensor in memory_of:
+    def prove(self, analysis, example_inputs: list[torch.Tensor]) -> None:
+        """Compare launches with eager runs, then launches with other words in the place of unexplained ones.
+
+        RegionRefused, which names the result and the words, where a launch does other work than eager.
+        """
+        self._spoiled = analysis.all_bytes(self._device)
+        for tensor in self._spoiled:
             tensor.fill_(_POISON)
-        self._spoiled += memory_of
+        try:
+            for _ in range(_NUM_COMPARED):
+                self.run(example_inputs)
+        except RegionRefused as error:
+            if not analysis.unexplained:
+                raise
+            words = f"words of parameters differ between two captures: {analysis.name(analysis.unexplained)}"
+            raise RegionRefused(f"{error}; {words}") from None
+        self.prove_unread(analysis, example_inputs)
 
     def run(self, example_inputs: list[torch.Tensor]) -> None:
         """Launch on copies of the inputs, compare with eager, then spoil this launch's memory too.
@@ -149,21 +162,20 @@ class Verification:
         in the first launch and NaN in the other: a kernel that reads there gives other results, and one that writes
         there changes a byte. RegionRefused, which names the words, where a result or a byte changes.
         """
-        unexplained, watched = analysis.unexplained, self._watched
+        unexplained = analysis.unexplained
         if not unexplained:
             return
         suspects = [word for word in unexplained if word.is_suspect]
         # A lower half that both captures agree upon may be a number beside unused bytes: it stays.
         window = _WINDOW if any(_has_known_half(word) for word in suspects) else 0
-        scratch = _scratch(analysis.largest() + window, self._device) if suspects else None
+        scratch = _scratch(analysis.largest() + window if suspects else 0, self._device)
         try:
-            for fill in (0, _POISON):
-                values = [word.agreed if fill else word.second for word in unexplained]
-                if scratch is not None:
-                    self._watched = [*watched, (scratch.fill_(fill), fill)]
-                    start = scratch.data_ptr() + (_MARGIN if fill else 2 * _MARGIN)
-                    pairs = zip(unexplained, values, strict=True)
-                    values = [_stand_in(word, start) if word.is_suspect else value for word, value in pairs]
+            for fill, margin in ((0, 2 * _MARGIN), (_POISON, _MARGIN)):
+                self._watched = [(scratch.fill_(fill), fill)]
+                start = scratch.data_ptr() + margin
+                numbers = [word.agreed if fill else word.second for word in unexplained]
+                pairs = zip(unexplained, numbers, strict=True)
+                values = [_stand_in(word, start) if word.is_suspect else number for word, number in pairs]
                 self._region.overwrite(unexplained, values)
                 self.run(example_inputs)
         except RegionRefused as error:
@@ -171,8 +183,7 @@ class Verification:
                 "words of parameters differ between two captures, are no address of the region and matter "
                 f"({error}): {analysis.name(unexplained)}"
             ) from error
-        finally:
-            self._watched = watched
+        self._watched = []
         self._region.overwrite(unexplained, [word.first for word in unexplained])
 
 

@@ -1,8 +1,8 @@
 """Two captures compared word by word: the words that are addresses, and the words that nothing explains.
 
 The parameters of all nodes of a capture lie behind one another in a blob. Two captures of the same function over other
-memory have blobs of the same layout, and a word that differs must be an address: it lies in the same allocation at the
-same offset in both. No GPU is needed to find that out.
+memory have blobs of the same layout, and a word of 8 bytes that differs must be an address: it lies in the same
+allocation at the same offset in both. No GPU is needed to find that out.
 """
 
 from collections import defaultdict
@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-ALIGNMENT = 16
+_ALIGNMENT = 16
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A run of parameter bytes in the blob: a parameter of a kernel, or all of a node's.
 
     node: index of the node. offset: in the node's parameters. start: in the blob, a multiple of 16. size: bytes.
@@ -29,14 +28,7 @@ class Chunk:
 
 
 class Slots(NamedTuple):
-    """The addresses in a blob, each of 8 bytes, and what belongs there.
-
-    Attributes:
-        position: index into the blob as 8-byte words.
-        allocation: index of the allocation.
-        offset: bytes from the allocation's base.
-        node: index of the node.
-    """
+    """The addresses in a blob: index of the word, index of its allocation, bytes from there, and index of the node."""
 
     position: np.ndarray
     allocation: np.ndarray
@@ -46,14 +38,14 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Unexplained:
-    """An 8-byte word that differs between the captures and is no address of the region.
+    """A word that differs between the captures and is no address of the region.
 
     Attributes:
         node: index of the node.
         offset: offset in the node's parameters.
         first: value in the first capture.
         second: value in the second.
-        position: index into the blob as 8-byte words.
+        position: index of the word in the blob.
         is_suspect: memory outside of the region is known at one of the values.
     """
 
@@ -72,23 +64,18 @@ class Unexplained:
 
 
 def layout(nodes: list[list[tuple[int, bytes]]]) -> tuple[list[Chunk], np.ndarray]:
-    """Put the parameters of all nodes behind one another.
-
-    Args:
-        nodes: (offset, bytes) of each parameter of each node.
+    """Put the parameters of all nodes, (offset, bytes) each, behind one another.
 
     Returns:
         the chunks, and the blob as uint8; gaps are zero.
     """
-    chunks, start = [], 0
+    chunks, parts, start = [], [], 0
     for node, parameters in enumerate(nodes):
         for offset, data in parameters:
             chunks.append(Chunk(node, offset, start, len(data)))
-            start += -(-len(data) // ALIGNMENT) * ALIGNMENT
-    blob = np.zeros(start, np.uint8)
-    for chunk, data in zip(chunks, (data for parameters in nodes for _, data in parameters), strict=True):
-        blob[chunk.start : chunk.start + chunk.size] = np.frombuffer(data, np.uint8)
-    return chunks, blob
+            parts.append(data.ljust(-(-len(data) // _ALIGNMENT) * _ALIGNMENT, b"\0"))
+            start += len(parts[-1])
+    return chunks, np.frombuffer(b"".join(parts), np.uint8).copy()
 
 
 def explain(
@@ -99,46 +86,40 @@ def explain(
 ) -> tuple[Slots, list[Unexplained]]:
     """Find the addresses among the words that differ between two captures.
 
-    An address is an 8-byte word in the same allocation at the same offset in both, one byte past the end included.
-    Half an address, or one at no multiple of 8, counts as unexplained: structures have some in their unused bytes.
+    An address lies in the same allocation at the same offset in both, one byte past the end included. Half an address,
+    or one at no multiple of 8, counts as unexplained: structures have some in their unused bytes.
 
     Args:
         chunks: layout of both blobs.
         blobs: parameters of the first and the second capture.
         allocations: (base in the first, base in the second, bytes); those of a pool may overlap, used in turn.
-        is_address: returns whether memory is known at an 8-byte value.
-
-    Returns:
-        the slots, and the words that nothing explains.
+        is_address: returns whether memory is known at a value.
     """
-    wide = [blob.view(np.uint64) for blob in blobs]
-    differs = np.flatnonzero(wide[0] != wide[1])
-    allocation, offset = match([words[differs] for words in wide], allocations)
-    owner = np.searchsorted([chunk.start for chunk in chunks], differs * 8, side="right") - 1
-    node = np.array([chunks[index].node for index in owner], np.int64)
+    first, second = (blob.view(np.uint64) for blob in blobs)
+    differs = np.flatnonzero(first != second)
+    allocation, offset = _match(first[differs], second[differs], allocations)
+    chunk_of = np.searchsorted([chunk.start for chunk in chunks], differs * 8, side="right") - 1
+    node = np.array([chunks[index].node for index in chunk_of], np.int64)
+    unexplained = []
+    for index in np.flatnonzero(allocation < 0):
+        position, chunk = int(differs[index]), chunks[chunk_of[index]]
+        values = int(first[position]), int(second[position])
+        place = chunk.offset + 8 * position - chunk.start
+        unexplained.append(Unexplained(chunk.node, place, *values, position, any(map(is_address, values))))
     hit = allocation >= 0
-    unexplained = [
-        Unexplained(chunk.node, chunk.offset + 8 * p - chunk.start, *pair, p, any(map(is_address, pair)))
-        for p, chunk in zip(differs[~hit].tolist(), [chunks[index] for index in owner[~hit]], strict=True)
-        for pair in ([int(words[p]) for words in wide],)
-    ]
     return Slots(differs[hit], allocation[hit], offset[hit], node[hit]), unexplained
 
 
-def match(values: list[np.ndarray], allocations: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Find the allocation (index, -1 for none) and the offset that each pair of values has in common.
+def _match(first, second, allocations):
+    """The allocation (index, -1 for none) and the offset that values of two captures have in common.
 
     A value inside an allocation goes before one at its end, which may be the next one's base.
-
-    Args:
-        values: in the first and in the second capture, uint64.
-        allocations: as of `explain`.
     """
-    allocation, offsets = np.full(len(values[0]), -1, np.int64), np.zeros(len(values[0]), np.int64)
+    allocation, offsets = np.full(len(first), -1, np.int64), np.zeros(len(first), np.int64)
     for past_end in (0, 1):
         for index, (base, other, size) in enumerate(allocations):
-            offset = values[0] - np.uint64(base)
-            same = (offset == values[1] - np.uint64(other)) & (offset < np.uint64(size + past_end)) & (allocation < 0)
+            offset = first - np.uint64(base)
+            same = (offset == second - np.uint64(other)) & (offset < np.uint64(size + past_end)) & (allocation < 0)
             allocation[same], offsets[same] = index, offset[same].astype(np.int64)
     return allocation, offsets
 
