@@ -49,14 +49,7 @@ class Pools:
             )
             captures.append(
                 analysis.Captured(
-                    graph,
-                    read_nodes(handle),
-                    copies,
-                    given,
-                    [(segment.data_ptr(), segment.nbytes)],
-                    pool,
-                    results,
-                    None,
+                    graph, read_nodes(handle), copies, given, [(segment.data_ptr(), segment.nbytes)], pool, results
                 )
             )
         self.analysis = analysis._compare(*captures, increment, [], [])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
 from common.capture.checks import CaptureError, RegionRefused
@@ -34,8 +34,7 @@ class Captured:
         given: (address, bytes) of the inputs, then of seed and offset where it draws random numbers.
         segments: (address, bytes) of its pool.
         blocks: (address, requested bytes) of every tensor that it made there.
-        outputs: flattened results: a Place in an input or, behind these, in a block; anything but a tensor as it is.
-        structure: of the results.
+        outputs: results: a Place in an input or, behind these, in a block; anything but a tensor as it is.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -45,7 +44,6 @@ class Captured:
     segments: list[tuple[int, int]]
     blocks: list[tuple[int, int]]
     outputs: list[Any]
-    structure: TreeSpec
 
     def release(self) -> None:
         """Drop the capture with its pool."""
@@ -185,20 +183,19 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     # With a state of its own, seed and offset of the two captures have different addresses.
     with new_workspaces(), random_state.aside(device):
         graph, result, made, segments = _record(fn, inputs, mode, device)
-    leaves, structure = tree_flatten(result)
     blocks = [block for block in made if memory.find(block[0], segments) >= 0]
     given = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs]
     if isinstance(mode, _Distinct):
         mode.keep_outside(given + segments)
-    outputs = [_place(index, leaf, given, blocks) for index, leaf in enumerate(leaves)]
-    del result, leaves
+    outputs = [_place(index, leaf, given, blocks) for index, leaf in enumerate(result)]
+    del result
     _check_kept(graph)
     # Some versions of torch make seed and offset for every capture, others where one draws.
     seeds = [(a, size) for a, size in made if size == _SEED_BYTES and memory.find(a, segments) < 0]
     if draws and len(seeds) != 2:
         raise RegionRefused("random numbers are drawn from another state of a generator than torch's own")
     given += seeds if draws else []
-    return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, given, segments, blocks, outputs, structure)
+    return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, given, segments, blocks, outputs)
 
 
 def _place(index, leaf, given, blocks):
@@ -264,8 +261,6 @@ def _is_known(value: int) -> bool:
 
 def _compare(first, second, increment, written, read) -> Analysis:
     check_alike(first.nodes, second.nodes)
-    if first.structure != second.structure:
-        raise RegionRefused("two runs return results of different structure")
     if [size for _, size in first.blocks] != [size for _, size in second.blocks]:
         raise RegionRefused("two captures allocate different tensors")
     chunks, blob = words.layout([node.parameters for node in first.nodes])

@@ -70,7 +70,7 @@ class Region:
             self.state, self.reason = "parameterized", ""
 
     def launch(self, inputs: list[torch.Tensor]):
-        """Launch the captured region; return flat results, and the memory that holds them.
+        """Launch the captured region; return its results, and the memory that holds them.
 
         None where the launch failed: nothing ran, and the region is eager from now on. CaptureError where it runs
         inside a capture or reads a tensor that was replaced.
@@ -218,7 +218,7 @@ class _Compiled:
         if region.state == "parameterized":
             launched = region.launch([_plain(tensor) for tensor in inputs])
             if launched is not None:
-                return region.captured.unflatten(launched[0])
+                return launched[0]
         return self._graph(*inputs)
 
     def _capture(self, args):

@@ -8,7 +8,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from common.capture import memory
 from common.capture.checks import CaptureError
@@ -46,7 +45,6 @@ class GpuRegion:
         self._num_inputs = len(first.inputs)
         self._sizes, self._copies = plan.sizes, plan.copies
         self._increment = analysis.increment
-        self._structure = first.structure
         self._results = analysis.results
         graph = driver.Graph(first.graph.raw_cuda_graph(), [node.handle for node in first.nodes])
         parts = first.nodes, analysis.chunks, analysis.blob, analysis.slots
@@ -75,7 +73,7 @@ class GpuRegion:
             fill: byte that new memory holds before; None for whatever it holds.
 
         Returns:
-            the flat results, and the memory that holds them and everything between.
+            the results, and the memory that holds them and everything between.
 
         Raises:
             CaptureError: the region was released, runs inside a capture, or reads a tensor that was replaced.
@@ -142,10 +140,6 @@ class GpuRegion:
         """Write other values in the place of words that are no address, in the only executable."""
         (executable,) = self._executables.values()
         executable.overwrite(unexplained, values)
-
-    def unflatten(self, results: list[Any]):
-        """Return flat results of `launch` in the structure that the function returned."""
-        return tree_unflatten(results, self._structure)
 
     def release(self) -> None:
         """Free the graph and what it read. Results of earlier calls stay."""

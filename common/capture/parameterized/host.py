@@ -4,7 +4,6 @@ import gc
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from common.capture import memory
 from common.capture.checks import CaptureError, RegionRefused
@@ -26,7 +25,7 @@ class HostRegion:
         state = torch.get_rng_state()
         recorder = Recorder({}, [torch.default_generator])
         try:
-            leaves, self._structure = tree_flatten(recorder.run(lambda: fn(*inputs)))
+            leaves = list(recorder.run(lambda: fn(*inputs)))
         except CaptureError as error:
             raise RegionRefused(str(error)) from error
         finally:
@@ -104,10 +103,6 @@ class HostRegion:
             torch.autograd.graph.increment_version(inputs[index])
         results = [tensor(place) if isinstance(place, View) else place for place in self._results]
         return results, list(arenas.values())
-
-    def unflatten(self, results: list[Any]):
-        """Return flat results of `launch` in the structure that the function returned."""
-        return tree_unflatten(results, self._structure)
 
     def release(self) -> None:
         """Drop the record. Results of earlier calls stay."""

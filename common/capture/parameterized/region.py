@@ -21,15 +21,16 @@ def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritt
     operators run on the new tensors (common/capture/host_graph.py), so that the logic around it can be tested.
 
     Args:
-        fn: takes tensors and returns tensors in any structure. It runs a few times here on copies of the examples; what
-            it does to memory besides its arguments happens then too. It and the tensors that it reads are held.
+        fn: takes tensors and returns a flat sequence of tensors and Python values. It runs a few times here on copies
+            of the examples; what it does to memory besides its arguments happens then too. It and what it reads are
+            held.
         inputs: examples on one device, strided and neither conjugated nor negated.
         fixed: indices of inputs that are passed at few addresses. Each set of these addresses has its own executable,
             in which they are not patched again.
         unwritten: indices of results that eager leaves unwritten.
 
     Returns:
-        the region, with `launch`, `unflatten` and `release`.
+        the region, with `launch` and `release`.
 
     Raises:
         RegionRefused: the region cannot be launched on other memory; the message names the node and its kernel.
@@ -62,8 +63,8 @@ def _capture(fn, inputs, device, unwritten):
     try:
         region = GpuRegion(fn, analysis, device)
         try:
-            check = Verification(region, fn, device, unwritten)
-            check.prove(analysis, inputs)
+            check = Verification(region, fn, inputs, unwritten)
+            check.prove(analysis)
         except BaseException:
             region.release()
             raise

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
 from common.capture.checks import RegionRefused
@@ -33,28 +32,27 @@ class Verification:
     """Compares launches with eager runs, on the memory of one device.
 
     Args:
-        region: its `launch(inputs)` gives flat results and arenas; `written` lists the inputs that it writes.
+        region: its `launch(inputs, fill)` gives results and arenas.
         fn: the function that was captured.
-        device: the GPU.
+        examples: its inputs, which are copied.
         unwritten: indices of results that eager leaves unwritten; they are not compared.
     """
 
-    def __init__(self, region, fn, device: torch.device, unwritten: Collection[int] = ()):
-        self._region = region
-        self._fn = fn
-        self._device = device
-        self._unwritten = unwritten
+    def __init__(self, region, fn, examples: list[torch.Tensor], unwritten: Collection[int] = ()):
+        self._region, self._fn, self._examples, self._unwritten = region, fn, examples, unwritten
+        self._device = examples[0].device
+        self._draws = random_state.generator(self._device)
+        self._state = self._draws.get_state()
         # Results that eager itself does not repeat, compared by a tolerance.
         self.inexact: set[str] = set()
-        self._draws = random_state.generator(device)
-        self._spoiled: list[torch.Tensor] = []
         # Memory that no launch may write, and the byte that it holds.
+        self._spoiled: list[torch.Tensor] = []
         self._watched: list[tuple[torch.Tensor, int]] = []
         # Of the launch before, held so that this one gets other addresses.
         self._before: list[torch.Tensor] = []
         self._owners: list[Any] = []
 
-    def prove(self, analysis, example_inputs: list[torch.Tensor]) -> None:
+    def prove(self, analysis) -> None:
         """Compare launches with eager runs, then launches with other words in the place of unexplained ones.
 
         RegionRefused, which names the result and the words, where a launch does other work than eager.
@@ -64,25 +62,22 @@ class Verification:
             tensor.fill_(_POISON)
         try:
             for _ in range(_NUM_COMPARED):
-                self.run(example_inputs)
+                self.run()
         except RegionRefused as error:
             if not analysis.unexplained:
                 raise
             words = f"words of parameters differ between two captures: {analysis.name(analysis.unexplained)}"
             raise RegionRefused(f"{error}; {words}") from None
-        self.prove_unread(analysis, example_inputs)
+        self.prove_unread(analysis)
 
-    def run(self, example_inputs: list[torch.Tensor]) -> None:
+    def run(self) -> None:
         """Launch on copies of the inputs, compare with eager, then spoil this launch's memory too.
 
         Raises:
             RegionRefused: a result differs, or memory was touched that belongs to an earlier launch.
         """
-        self._state = self._draws.get_state()
-        self._examples = example_inputs
         eager = self._eager()
         offset = self._draws.get_offset()
-        self._draws.set_state(self._state)
         got, num_results, owned = self._launch(_FILLS[0])
         if self._draws.get_offset() != offset:
             raise RegionRefused(
@@ -92,7 +87,6 @@ class Verification:
         wrong = [index for index, pair in pairs if index not in self._unwritten and not _alike(*pair)]
         if wrong:
             self._compare(wrong, got, eager, num_results)
-        self._draws.set_state(self._state)
         for tensor in (*self._spoiled, *self._before):
             if not bool((tensor == _POISON).all()):
                 raise RegionRefused("a launch wrote to memory of an earlier one: an address was missed")
@@ -106,7 +100,7 @@ class Verification:
         """Results and inputs of an eager run from the same random state."""
         self._draws.set_state(self._state)
         inputs = [memory.clone(tensor) for tensor in self._examples]
-        return [*tree_leaves(self._fn(*inputs)), *inputs]
+        return [*self._fn(*inputs), *inputs]
 
     def _launch(self, fill) -> tuple[list[Any], int, list[torch.Tensor]]:
         """Results and inputs of a launch from the same random state, and all its memory as bytes."""
@@ -154,7 +148,7 @@ class Verification:
                 raise RegionRefused(f"{words}, by {error:.3g} where eager differs from itself by {noise:.3g}")
             self.inexact.add(name)
 
-    def prove_unread(self, analysis, example_inputs: list[torch.Tensor]) -> None:
+    def prove_unread(self, analysis) -> None:
         """Show that no kernel reads the words that differ and are no address of the region, such as unused bytes.
 
         In a first launch they take the values of the second capture, in another one zero in the bytes that differ. A
@@ -177,7 +171,7 @@ class Verification:
                 pairs = zip(unexplained, numbers, strict=True)
                 values = [_stand_in(word, start) if word.is_suspect else number for word, number in pairs]
                 self._region.overwrite(unexplained, values)
-                self.run(example_inputs)
+                self.run()
         except RegionRefused as error:
             raise RegionRefused(
                 "words of parameters differ between two captures, are no address of the region and matter "

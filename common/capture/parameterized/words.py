@@ -128,7 +128,7 @@ class Patcher:
     """Writes new addresses into the blob of a capture, in place."""
 
     def __init__(self, blob: np.ndarray, slots: Slots):
-        self._words = memoryview(blob).cast("Q")
+        self._words = blob.data.cast("Q")
         self._bases: list[int] = []
         # By allocation: position and offset of its slots, and its nodes. Most have few; an array of NumPy costs more.
         self._places: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -141,9 +141,9 @@ def test_a_region_inside_a_capture_is_an_error_that_names_the_line_and_stays_as_
     x, region = torch.ones(3), backend.Region("forward 0")
     for state, call in (("waiting", region.capture), ("parameterized", region.capture)):
         with pytest.raises(CaptureError, match=r" at .*:\d+ .*runs inside a capture"):
-            HostPool().capture(lambda call=call: call(lambda x: x + 1, [x], ()))
+            HostPool().capture(lambda call=call: call(lambda x: [x + 1], [x], ()))
         assert region.state == state
-        region.capture(lambda x: x + 1, [x], ())
+        region.capture(lambda x: [x + 1], [x], ())
     with pytest.raises(CaptureError, match="runs inside a capture"):
         HostPool().capture(lambda: region.launch([x]))
     assert region.state == "parameterized" and same(region.launch([x])[0], [x + 1])

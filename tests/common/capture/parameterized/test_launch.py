@@ -88,9 +88,9 @@ def test_the_executable_of_the_first_launches_goes_to_the_first_layer(fake):
 
 
 def test_a_region_that_is_dropped_frees_its_executables_and_release_frees_them_once(fake):
-    region = layer(fake).region(fixed=[1])
-    for n in range(2):
-        region.launch([floats(n), floats(n + 1)])
+    region, weights = layer(fake).region(fixed=[1]), [floats(1), floats(2)]
+    for w in weights:
+        region.launch([floats(0), w])
     assert len(fake.executables) == 2 and not fake.destroyed
     del region
     gc.collect()

@@ -11,7 +11,6 @@ from common.capture.checks import RegionRefused
 from common.capture.parameterized import verify
 from common.capture.parameterized.words import Unexplained
 
-CPU = torch.device("cpu")
 X = [torch.linspace(-1, 1, 8)]
 
 
@@ -78,9 +77,9 @@ def launched(inputs, memory_):
 
 
 def run(body, fn=doubled, times=2):
-    verification = verify.Verification(Region(body), fn, CPU)
+    verification = verify.Verification(Region(body), fn, X)
     for _ in range(times):
-        verification.run(X)
+        verification.run()
     return verification
 
 
@@ -165,9 +164,9 @@ def test_integers_that_eager_leaves_unwritten_may_be_others_and_no_written_ones(
 
 def test_what_eager_is_known_to_leave_unwritten_is_not_compared():
     verification = verify.Verification(
-        Region(lambda inputs, new: [torch.tensor(7)]), lambda x: [torch.tensor(3)], CPU, {0}
+        Region(lambda inputs, new: [torch.tensor(7)]), lambda x: [torch.tensor(3)], X, {0}
     )
-    verification.run(X)
+    verification.run()
 
 
 def test_a_python_value_that_changes_is_refused():
@@ -198,7 +197,7 @@ def prove(body):
     region = WordsRegion(body)
     number, address = region.words
     found = analysis_of(Unexplained(3, 0, number, 6, 0), Unexplained(3, 8, address, 9, 1, is_suspect=True))
-    verify.Verification(region, doubled, CPU).prove_unread(found, X)
+    verify.Verification(region, doubled, X).prove_unread(found)
     return region
 
 
@@ -218,7 +217,7 @@ def test_a_flag_that_shares_its_word_with_unused_bytes_keeps_its_value():
     region = WordsRegion(lambda inputs, new, number, address: launched([inputs[0] * (number & 0xFF)], new))
     region.words[0] = 0x00BBAA01
     found = analysis_of(Unexplained(3, 0, region.words[0], 0x00BBCC01, 0))
-    verify.Verification(region, doubled, CPU).prove_unread(found, X)
+    verify.Verification(region, doubled, X).prove_unread(found)
     assert [words[0] for words in region.seen] == [0x00BBCC01, 0x00BB0001, 0x00BBAA01]
 
 
@@ -233,7 +232,7 @@ def test_a_number_beside_unused_bytes_that_look_like_half_an_address_keeps_its_v
     region = WordsRegion(lambda inputs, new, number, address: launched([inputs[0] * (address & 0xFF)], new))
     region.words[1] = 0x7D00_3F80_0001
     found = analysis_of(Unexplained(3, 8, region.words[1], 0x3F80_0001, 1, is_suspect=True))
-    verify.Verification(region, doubled, CPU).prove_unread(found, X)
+    verify.Verification(region, doubled, X).prove_unread(found)
     assert {words[1] & 0xFFFFFFFF for words in region.seen} == {0x3F800001}
     assert len({words[1] for words in region.seen}) > 1 and sizes == [64 + 2**32]
 
