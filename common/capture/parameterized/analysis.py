@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
-from common.capture.checks import CaptureError, RegionRefused
+from common.capture.checks import CaptureError, RegionRefused, check_none_kept
 from common.capture.parameterized import arenas, driver, random_state, words
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
 from common.capture.pool import CudaGraph, new_workspaces
@@ -28,8 +28,6 @@ class Captured:
     """One capture, alive with its pool.
 
     Attributes:
-        graph: torch's object.
-        nodes: its nodes.
         inputs: clones that it reads.
         given: (address, bytes) of the inputs, then of seed and offset where it draws random numbers.
         segments: (address, bytes) of its pool.
@@ -59,8 +57,7 @@ class Analysis:
 
     Attributes:
         first: the capture that is launched.
-        chunks: layout of the parameters.
-        blob: parameters of the first capture.
+        chunks, blob: its parameters.
         plan: allocations of a launch for the tensors of the pool.
         results: like `first.outputs`, in allocations of the plan.
         slots: the addresses. The allocations are the inputs, seed and offset where they are drawn, then the plan's.
@@ -80,11 +77,6 @@ class Analysis:
     increment: int
     written: list[int]
     read: list[torch.UntypedStorage]
-
-    def all_bytes(self, device: torch.device) -> list[torch.Tensor]:
-        """Return all bytes of the first capture, its pool and what it was given, as tensors that do not own them."""
-        ranges = (*self.first.segments, *self.first.given)
-        return [memory.bytes_at(address, size, device) for address, size in ranges if size]
 
     def largest(self) -> int:
         """Return the bytes of the largest input or tensor in between."""
@@ -150,8 +142,6 @@ def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
 class _Distinct(TorchDispatchMode):
     """Holds whatever operators make, and finds what they read besides that: storages by address of their object."""
 
-    supports_higher_order_operators = True
-
     def __init__(self, device: torch.device):
         super().__init__()
         self._device = device
@@ -189,7 +179,9 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
         mode.keep_outside(given + segments)
     outputs = [_place(index, leaf, given, blocks) for index, leaf in enumerate(result)]
     del result
-    _check_kept(graph)
+    gc.collect()
+    parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
+    check_none_kept(sum(block["state"] == "active_allocated" for part in parts for block in part["blocks"]))
     # Some versions of torch make seed and offset for every capture, others where one draws.
     seeds = [(a, size) for a, size in made if size == _SEED_BYTES and memory.find(a, segments) < 0]
     if draws and len(seeds) != 2:
@@ -217,10 +209,7 @@ def _place(index, leaf, given, blocks):
 
 
 def _record(fn, inputs, mode, device):
-    """Capture fn; torch's graph, what fn returned, (address, bytes) of what was allocated, and of the pool's segments.
-
-    A failure of the capture is a refusal.
-    """
+    """Capture fn; the graph, what fn returned, (address, bytes) of what was allocated and of the pool's segments."""
     captured, pool = CudaGraph(()), torch.cuda.graph_pool_handle()
     torch.cuda.memory._record_memory_history("all", context=None)
     try:
@@ -242,23 +231,6 @@ def _record(fn, inputs, mode, device):
     return captured.graph, result, made, segments
 
 
-def _check_kept(graph):
-    """Refuse a region that keeps a tensor besides its results: no launch would write that one again."""
-    gc.collect()
-    parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
-    kept = [block for part in parts for block in part["blocks"] if block["state"] == "active_allocated"]
-    if kept:
-        total = sum(block["size"] for block in kept)
-        raise RegionRefused(
-            f"the region keeps {len(kept)} tensors of its own beyond its end ({total} bytes), such as gradients that "
-            "it set or a cache: return them, or make them before"
-        )
-
-
-def _is_known(value: int) -> bool:
-    return driver.memory_type(value) is not None
-
-
 def _compare(first, second, increment, written, read) -> Analysis:
     check_alike(first.nodes, second.nodes)
     if [size for _, size in first.blocks] != [size for _, size in second.blocks]:
@@ -270,17 +242,15 @@ def _compare(first, second, increment, written, read) -> Analysis:
         [arenas.Block(a, b, size) for (a, size), (b, _) in zip(*both, strict=True)]
         for both in ((first.given, second.given), (first.blocks, second.blocks))
     )
-    slots, unexplained = words.explain(chunks, (blob, other), given + blocks, _is_known)
+    slots, unexplained = words.explain(chunks, (blob, other), given + blocks, driver.memory_type)
     # No launch knows the second one's memory, and the first launches need as much.
     second.release()
     num_inputs = len(first.inputs)
-    owners = {place.allocation - num_inputs for place in first.outputs if isinstance(place, memory.Place)}
-    plan = arenas.plan(first.segments, blocks, {owner for owner in owners if owner >= 0})
+    in_pool = [p for p in first.outputs if isinstance(p, memory.Place) and p.allocation >= num_inputs]
+    plan = arenas.plan(first.segments, blocks, {place.allocation - num_inputs for place in in_pool})
     results = [
-        replace(place, allocation=num_inputs + plan.results[place.allocation - num_inputs])
-        if isinstance(place, memory.Place) and place.allocation >= num_inputs
-        else place
-        for place in first.outputs
+        replace(p, allocation=num_inputs + plan.results[p.allocation - num_inputs]) if p in in_pool else p
+        for p in first.outputs
     ]
     table = [(index, 0) for index in range(len(given))]
     table += [(len(given) + arena, offset) for arena, offset in plan.places]

@@ -4,7 +4,7 @@
     model = torch.compile(model, backend="parameterized")
 
 Operators stay eager's, forward and backward. A graph that cannot be launched so runs eagerly; a `collecting` block
-lists all with the reason. Parameters stay at their addresses in the graph, which each call compares; all else moves.
+lists all with the reason. Each set of parameters has an executable graph of its own.
 """
 
 import contextlib
@@ -17,17 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from functorch.compile import default_partition
+from functorch.compile import default_partition, make_boxed_func
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.cudagraphs import find_input_mutations
 from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
-from common.capture.checks import CaptureError, RegionRefused
+from common.capture.checks import CaptureError
 from common.capture.parameterized.region import capture
 
-_DEVICES = ("cuda", "cpu")
 # Results of attention in its schemas.
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
 _RELEASED = "released"
@@ -63,7 +62,7 @@ class Region:
         try:
             self.captured = capture(fn, inputs, fixed, unwritten)
         except Exception as error:
-            if _is_misuse(error):
+            if type(error) is CaptureError:
                 raise
             self.stop(_in_words(error))
         else:
@@ -79,7 +78,7 @@ class Region:
         try:
             return self.captured.launch(inputs)
         except Exception as error:
-            if _is_misuse(error) or self.num_replays != before:
+            if type(error) is CaptureError or self.num_replays != before:
                 raise
             self.stop(f"a launch failed: {_in_words(error)}")
             return None
@@ -102,10 +101,6 @@ class Region:
     def nodes(self) -> dict[str, int]:
         """Return {kind: number of nodes} of one launch."""
         return self.captured.report["nodes"] if self.captured is not None else {}
-
-
-def _is_misuse(error) -> bool:
-    return isinstance(error, CaptureError) and not isinstance(error, RegionRefused)
 
 
 def _in_words(error) -> str:
@@ -162,17 +157,7 @@ def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any])
     """Compile a graph of Dynamo; `example_inputs` are fake."""
 
     def compiler(direction):
-        def compile_graph(graph, inputs):
-            compiled = _Compiled(graph, inputs, direction)
-
-            # A function: what AOTAutograd wraps around it copies the attributes of functions alone.
-            def run(args):
-                return compiled(args)
-
-            run._boxed_call = True  # type: ignore[attr-defined]
-            return run
-
-        return compile_graph
+        return lambda graph, inputs: make_boxed_func(_Compiled(graph, inputs, direction))
 
     compiled = aot_autograd(
         fw_compiler=compiler("forward"),
@@ -194,42 +179,40 @@ def _collect(region):
 
 
 class _Compiled:
-    """One graph, captured at its first call. It takes a list of inputs and empties it, so that they can be freed."""
+    """One graph, captured at its first call."""
 
     def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str):
         self._graph = graph
         self.region = Region(f"{direction} {_num_made[direction]}")
         _num_made[direction] += 1
         context = torch._guards.TracingContext.try_get()
-        metadata = context.fw_metadata if context is not None else None
+        metadata = context.fw_metadata if context is not None and direction != "backward" else None
         # Parameters and buffers.
-        self._lasting = metadata.static_input_indices if metadata is not None and direction != "backward" else []
+        self._lasting = metadata.static_input_indices if metadata is not None else []
         self._written = find_input_mutations(graph.graph)
         self._reason = _reason_against(graph, inputs)
 
-    def __call__(self, args: list[Any]):
+    def __call__(self, *inputs: torch.Tensor):
         region = self.region
         if _collectors:
             _collect(region)
         if region.state == "waiting":
-            self._capture(args)
-        inputs = list(args)
-        args.clear()
+            self._capture(inputs)
         if region.state == "parameterized":
             launched = region.launch([_plain(tensor) for tensor in inputs])
             if launched is not None:
                 return launched[0]
         return self._graph(*inputs)
 
-    def _capture(self, args):
+    def _capture(self, inputs):
         for index in self._lasting:
-            _lasting[args[index].data_ptr()] = args[index]
-        reason = self._reason or _reason_against_inputs(args, self._written)
+            _lasting[inputs[index].data_ptr()] = inputs[index]
+        reason = self._reason or _reason_against_inputs(inputs, self._written)
         if reason:
             self.region.stop(reason)
             return
-        fixed = [index for index, tensor in enumerate(args) if _lasting.get(tensor.data_ptr()) is not None]
-        self.region.capture(self._graph, [_plain(tensor) for tensor in args], fixed, unwritten(self._graph))
+        fixed = [index for index, tensor in enumerate(inputs) if _lasting.get(tensor.data_ptr()) is not None]
+        self.region.capture(self._graph, [_plain(tensor) for tensor in inputs], fixed, unwritten(self._graph))
 
 
 def _plain(tensor):
@@ -260,8 +243,7 @@ def unwritten(graph: torch.fx.GraphModule) -> set[int]:
     for index, node in enumerate(tree_leaves(output.args)):
         if not isinstance(node, torch.fx.Node) or node.target is not operator.getitem:
             continue
-        source: Any = node.args[0]
-        place: Any = node.args[1]
+        source, place = node.args[0], node.args[1]  # type: Any, Any
         schema = getattr(source.target, "_schema", None)
         # An operator that returns a list, such as split, has one result in its schema.
         if schema is None or place >= len(schema.returns) or schema.returns[place].name not in _SEEDS:
@@ -283,20 +265,13 @@ def _reason_against(graph, inputs) -> str:
             name = node.target.name()
             if name in _SAVES_RANDOM_STATE:
                 return f"it saves the random state for a checkpoint ({name}): checkpoint with preserve_rng_state=False"
-            if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
-                return f"it calls {name}, an operator on functions, which no record on the CPU holds"
+            return f"it calls {name}, an operator on functions"
     for value in inputs:
-        if not isinstance(value, torch.Tensor):
-            return "a size is symbolic: compile with dynamic=False"
-        if any(not isinstance(size, int) for size in value.shape):
-            return "a shape is symbolic: compile with dynamic=False"
-    devices = {
-        value.device
-        for node in graph.graph.nodes
-        for value in (node.meta.get("val"),)
-        if isinstance(value, torch.Tensor)
-    }
+        if not isinstance(value, torch.Tensor) or any(not isinstance(size, int) for size in value.shape):
+            return "a size or a shape is symbolic: compile with dynamic=False"
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    devices = {value.device for value in values if isinstance(value, torch.Tensor)}
     if len(devices) != 1:
         return f"it works on {len(devices)} devices: {', '.join(sorted(map(str, devices)))}"
     device = devices.pop()
-    return "" if device.type in _DEVICES else f"it works on {device}"
+    return "" if device.type in ("cuda", "cpu") else f"it works on {device}"

@@ -48,13 +48,10 @@ def kernel_arguments(params) -> list[tuple[int, bytes]]:
     if params.kernelParams:
         pointers = (ctypes.c_void_p * _MAX_PARAMETERS).from_address(params.kernelParams)
         return [(offset, ctypes.string_at(pointers[i] or 0, size)) for i, (offset, size) in enumerate(_layout(params))]
-    options: dict[int, int] = {}
-    place = params.extra
-    while place and (key := ctypes.c_void_p.from_address(place).value):
-        options[key] = ctypes.c_void_p.from_address(place + 8).value or 0
-        place += 16
-    if _BUFFER_POINTER not in options:
+    if not params.extra or not ctypes.c_void_p.from_address(params.extra).value:
         return []
+    extra = (ctypes.c_void_p * 4).from_address(params.extra)
+    options: dict[Any, Any] = {extra[0]: extra[1], extra[2]: extra[3]}
     size = ctypes.c_size_t.from_address(options[_BUFFER_SIZE]).value
     return [(0, ctypes.string_at(options[_BUFFER_POINTER], size))]
 
@@ -85,11 +82,7 @@ class Graph:
     def __init__(self, graph: int, nodes: list):
         self._graph = call("cuGraphClone", graph)
         self._executables: list = []
-        try:
-            self.nodes = [call("cuGraphNodeFindInClone", node, self._graph) for node in nodes]
-        except DriverError:
-            self.destroy()
-            raise
+        self.nodes = [call("cuGraphNodeFindInClone", node, self._graph) for node in nodes]
 
     def instantiate(self) -> Any:
         """Return a CUgraphExec with the parameters that the copy's nodes have now."""
@@ -105,10 +98,7 @@ class Graph:
 
 @cache
 def _graph_launch():
-    """Kineto shows launches of the runtime, which torch has loaded, and leaves out the driver's. Handles are the same.
-
-    A launch may wait for room in the queue, and does not hold Python's lock meanwhile.
-    """
+    # Kineto shows launches of the runtime and leaves out the driver's. Neither holds Python's lock.
     try:
         return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGraphLaunch
     except OSError:

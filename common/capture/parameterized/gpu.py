@@ -25,14 +25,9 @@ _launching = threading.Lock()
 class GpuRegion:
     """A captured region that is launched on any inputs.
 
-    Args:
-        fn: the function that was captured. It is held until `release`, as are the tensors that the capture read besides
-            its inputs: the graph has their addresses.
-        analysis: the comparison of two captures; the first one is alive.
-        device: the GPU.
-
-    Attributes:
-        fixed: indices of inputs that a caller passes at few addresses, such as parameters of layers.
+    It holds fn, and the tensors that a capture read besides its inputs, until `release`: the graph has their addresses.
+    analysis: the comparison of two captures; the first one is alive. fixed: indices of inputs that come at few
+    addresses, such as parameters of layers.
     """
 
     def __init__(self, fn, analysis: Analysis, device: torch.device):
@@ -47,37 +42,30 @@ class GpuRegion:
         self._increment = analysis.increment
         self._results = analysis.results
         graph = driver.Graph(first.graph.raw_cuda_graph(), [node.handle for node in first.nodes])
-        parts = first.nodes, analysis.chunks, analysis.blob, analysis.slots
-        self._make = functools.partial(Executable, graph, *parts)
+        self._make = functools.partial(Executable, graph, first.nodes, analysis.chunks, analysis.blob, analysis.slots)
         self._executables: dict[tuple[int, ...], Executable] = {}
         self._free = weakref.finalize(self, graph.destroy)
         self._free.atexit = False
         self.num_launches, self.num_patched, self.patch_s = 0, 0, 0.0
         self.report: dict[str, Any] = {
             "nodes": dict(Counter(node.kind for node in first.nodes)),
-            "slots": len(analysis.slots.position),
             "arena_bytes": sum(self._sizes),
             "copied_results": len(self._copies),
             "unread": len(analysis.unexplained),
-            "unread_like_addresses": sum(word.is_suspect for word in analysis.unexplained),
             "random_increment": self._increment,
             "executables": 0,
             "driver_bytes": 0,
         }
 
     def launch(self, inputs: list[torch.Tensor], fill: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
-        """Launch on inputs that are known to be like the examples.
-
-        Args:
-            inputs: tensors of the GPU.
-            fill: byte that new memory holds before; None for whatever it holds.
+        """Launch on inputs that are known to be like the examples; `fill` is a byte that new memory holds before.
 
         Returns:
             the results, and the memory that holds them and everything between.
 
         Raises:
             CaptureError: the region was released, runs inside a capture, or reads a tensor that was replaced.
-            driver.DriverError: the driver refused a node's parameters or the launch; nothing was launched.
+            driver.DriverError: nothing was launched.
         """
         if not self._free.alive:
             raise CaptureError("call of a parameterized region that was released")
@@ -90,9 +78,8 @@ class GpuRegion:
             # Kernels were chosen for aligned addresses.
             aligned = [memory.clone(tensor) if tensor.data_ptr() & 15 else tensor for tensor in inputs]
             arenas = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in self._sizes]
-            if fill is not None:
-                for arena in arenas:
-                    arena.fill_(fill)
+            for arena in [] if fill is None else arenas:
+                arena.fill_(fill)  # type: ignore[arg-type]
             self._launch(aligned, arenas)
             for to, source, offset in self._copies:
                 arenas[to].copy_(arenas[source][offset : offset + self._sizes[to]])
@@ -151,18 +138,16 @@ class GpuRegion:
         """A result as a tensor over memory of the launch; a Python value as it is."""
         if not isinstance(place, memory.Place):
             return place
-        index, metadata = place.allocation, place.metadata
+        index, offset, metadata = place.allocation, place.offset, place.metadata
         size, stride, dtype = metadata["size"], metadata["stride"], metadata["dtype"]
         if index < 0:
             return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
-        offset = place.offset
-        if index < self._num_inputs:
-            source = inputs[index]
-            if offset == 0 and memory.describe(source) == metadata:
-                # With the input's own count of versions: autograd sees where it is overwritten.
-                return source.detach()
-            storage = source.untyped_storage()
-            offset += source.storage_offset() * source.element_size()
-        else:
+        if index >= self._num_inputs:
             storage = arenas[index - self._num_inputs].untyped_storage()
+        elif offset == 0 and memory.describe(inputs[index]) == metadata:
+            # With the input's own count of versions: autograd sees where it is overwritten.
+            return inputs[index].detach()
+        else:
+            storage = inputs[index].untyped_storage()
+            offset += inputs[index].storage_offset() * inputs[index].element_size()
         return torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset // dtype.itemsize, size, stride)

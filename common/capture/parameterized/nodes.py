@@ -24,7 +24,6 @@ class Node:
     """A node of a graph.
 
     Attributes:
-        handle: CUgraphNode.
         kind: kernel, memcpy, memset or empty.
         name: the kernel's name, or the kind.
         shape: everything that must be the same in two captures: function, grid, block, shared memory.
@@ -47,18 +46,14 @@ def read_nodes(graph) -> list[Node]:
     return [_read(index, handle) for index, handle in enumerate(handles)]
 
 
-def _params_of(handle, kind):
-    """The driver's structure of a kernel, copy or memset. The memory that a kernel's points to belongs to the node."""
-    return driver.call(f"cuGraph{kind.capitalize()}NodeGetParams", handle)
-
-
 def _read(index, handle) -> Node:
     kind = driver.call("cuGraphNodeGetType", handle).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
     if kind == "empty":
         return Node(handle, kind, kind)
     if kind not in ("kernel", *_STRUCTURES):
         raise RegionRefused(f"node {index} is a {kind} node, which cannot be launched on other memory")
-    params = _params_of(handle, kind)
+    # What a kernel's structure points to belongs to the node.
+    params = driver.call(f"cuGraph{kind.capitalize()}NodeGetParams", handle)
     if kind == "kernel":
         of_kernel = ("cuFuncGetName", params.func) if int(params.func) else ("cuKernelGetName", params.kern)
         name = (driver.call(*of_kernel) or b"?").decode()
@@ -86,10 +81,7 @@ def check_alike(first: list[Node], second: list[Node]) -> None:
     for index, (a, b) in enumerate(zip(first, second, strict=True)):
         sizes = [[(offset, len(data)) for offset, data in node.parameters] for node in (a, b)]
         if (a.kind, a.name, a.shape, sizes[0]) != (b.kind, b.name, b.shape, sizes[1]):
-            raise RegionRefused(
-                f"two captures differ in node {index}: {a.name} {a.shape[2:]} and {b.name} {b.shape[2:]} "
-                "(kernels chosen by address or alignment)"
-            )
+            raise RegionRefused(f"two captures differ in node {index}: {a.name} {a.shape[2:]}, {b.name} {b.shape[2:]}")
 
 
 class Executable:
@@ -108,12 +100,13 @@ class Executable:
         parts: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
             parts[chunk.node].append(chunk)
-        # (kind, node of the graph, structure) of the nodes that have parameters.
-        self._params = [
-            (node.kind, handle, self._structure(node, handle, own)) if own else None
-            for node, handle, own in zip(nodes, graph.nodes, parts, strict=True)
-        ]
-        self._calls: list[partial] = []
+        # Kind, node of the graph and structure of each node with parameters, and the call that sets them.
+        self._params = {
+            index: (node.kind, graph.nodes[index], self._structure(node, graph.nodes[index], parts[index]))
+            for index, node in enumerate(nodes)
+            if parts[index]
+        }
+        self._calls: dict[int, partial] = {}
 
     def patch(self, bases: list[int]) -> int:
         """Set the addresses that moved; return the number of changed nodes. After an error it is of no use."""
@@ -122,11 +115,11 @@ class Executable:
             self._set(changed)
             return len(changed)
         # The graph may hold addresses that were freed, which are checked where it is made executable.
-        self._calls = [self._setter(params) for params in self._params]
-        self._set(range(len(self._calls)))
+        self._calls = {index: self._setter(*params) for index, params in self._params.items()}
+        self._set(self._calls)
         self.handle = self._graph.instantiate()
         context = driver.call("cuCtxGetCurrent")
-        self._calls = [self._setter(params, self.handle, context) for params in self._params]
+        self._calls = {index: self._setter(*params, self.handle, context) for index, params in self._params.items()}
         return len(self._calls)
 
     def overwrite(self, words: list[Unexplained], values: list[int]) -> None:
@@ -141,12 +134,8 @@ class Executable:
             if error:
                 driver.check(f"setting the parameters of node {index}", error)
 
-    def _setter(self, params, executable=None, context=None) -> partial:
+    def _setter(self, kind, handle, structure, executable=None, context=None) -> partial:
         """A call that sets a node's parameters in the executable, or in the graph that it is made of."""
-        if params is None:
-            # There is nothing to set: no error, as the driver returns it.
-            return partial(tuple, (0,))
-        kind, handle, structure = params
         name = f"{kind.capitalize()}NodeSetParams"
         if executable is None:
             return partial(getattr(driver.cu, f"cuGraph{name}"), handle, structure)
@@ -158,7 +147,7 @@ class Executable:
         starts = [self._blob.ctypes.data + chunk.start for chunk in chunks]
         if node.kind != "kernel":
             return getattr(driver.cu, _STRUCTURES[node.kind][0])(_ptr=starts[0])
-        params = _params_of(handle, node.kind)
+        params = driver.call("cuGraphKernelNodeGetParams", handle)
         if node.packed:
             size = ctypes.c_size_t(chunks[0].size)
             extra = (ctypes.c_void_p * 5)(1, starts[0], 2, ctypes.addressof(size), None)

@@ -42,8 +42,7 @@ def aside(device: torch.device):
 def drawn(device: torch.device, increment: int):
     """Give seed and offset for a launch in this block, tensors of one int64, and advance like eager if it succeeds.
 
-    increment: what the region's eager run adds to the generator's offset; with 0 there are no tensors. CaptureError
-    where another thread captures a region.
+    increment: of the offset by an eager run; with 0 there are no tensors. CaptureError while another thread captures.
     """
     if not increment:
         yield []

@@ -16,14 +16,12 @@ _one_capture = threading.RLock()
 def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritten: Collection[int] = ()):
     """Capture a region once; on a GPU explain its words and compare its first launches with eager.
 
-    On a GPU a launch is a CUDA graph whose addresses are patched: no input is copied, results and everything between
-    come from the caching allocator in each call, and the pools of the captures are dropped. On the CPU the recorded
-    operators run on the new tensors (common/capture/host_graph.py), so that the logic around it can be tested.
+    On a GPU a launch is a CUDA graph whose addresses are patched. On the CPU the recorded operators run on the new
+    tensors (common/capture/host_graph.py), so that the logic around it can be tested.
 
     Args:
-        fn: takes tensors and returns a flat sequence of tensors and Python values. It runs a few times here on copies
-            of the examples; what it does to memory besides its arguments happens then too. It and what it reads are
-            held.
+        fn: takes tensors and returns a flat sequence of tensors and Python values. It is held, and runs a few times
+            here on copies of the examples: what it does to memory besides its arguments happens then too.
         inputs: examples on one device, strided and neither conjugated nor negated.
         fixed: indices of inputs that are passed at few addresses. Each set of these addresses has its own executable,
             in which they are not patched again.
@@ -33,7 +31,7 @@ def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritt
         the region, with `launch` and `release`.
 
     Raises:
-        RegionRefused: the region cannot be launched on other memory; the message names the node and its kernel.
+        RegionRefused: the region cannot be launched on other memory.
         CaptureError: a capture of this thread is under way.
     """
     if torch.is_inference_mode_enabled():

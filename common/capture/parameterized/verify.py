@@ -29,13 +29,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Verification:
-    """Compares launches with eager runs, on the memory of one device.
+    """Compares launches with eager runs of the function that was captured, on copies of its inputs.
 
-    Args:
-        region: its `launch(inputs, fill)` gives results and arenas.
-        fn: the function that was captured.
-        examples: its inputs, which are copied.
-        unwritten: indices of results that eager leaves unwritten; they are not compared.
+    region: its `launch(inputs, fill)` gives results and arenas. unwritten: indices of results that eager leaves
+    unwritten; they are not compared. inexact: results that eager itself does not repeat, compared by a tolerance.
     """
 
     def __init__(self, region, fn, examples: list[torch.Tensor], unwritten: Collection[int] = ()):
@@ -43,7 +40,6 @@ class Verification:
         self._device = examples[0].device
         self._draws = random_state.generator(self._device)
         self._state = self._draws.get_state()
-        # Results that eager itself does not repeat, compared by a tolerance.
         self.inexact: set[str] = set()
         # Memory that no launch may write, and the byte that it holds.
         self._spoiled: list[torch.Tensor] = []
@@ -53,11 +49,9 @@ class Verification:
         self._owners: list[Any] = []
 
     def prove(self, analysis) -> None:
-        """Compare launches with eager runs, then launches with other words in the place of unexplained ones.
-
-        RegionRefused, which names the result and the words, where a launch does other work than eager.
-        """
-        self._spoiled = analysis.all_bytes(self._device)
+        """Compare launches with eager runs, then launches with other words in the place of unexplained ones."""
+        ranges = (*analysis.first.segments, *analysis.first.given)
+        self._spoiled = [memory.bytes_at(address, size, self._device) for address, size in ranges if size]
         for tensor in self._spoiled:
             tensor.fill_(_POISON)
         try:
@@ -71,18 +65,12 @@ class Verification:
         self.prove_unread(analysis)
 
     def run(self) -> None:
-        """Launch on copies of the inputs, compare with eager, then spoil this launch's memory too.
-
-        Raises:
-            RegionRefused: a result differs, or memory was touched that belongs to an earlier launch.
-        """
+        """Launch, compare with eager, spoil the launch's memory. RegionRefused where a result or a byte differs."""
         eager = self._eager()
         offset = self._draws.get_offset()
         got, num_results, owned = self._launch(_FILLS[0])
-        if self._draws.get_offset() != offset:
-            raise RegionRefused(
-                f"the generator is at {self._draws.get_offset()} after a launch, at {offset} after eager"
-            )
+        if (at := self._draws.get_offset()) != offset:
+            raise RegionRefused(f"the generator is at {at} after a launch, at {offset} after eager")
         pairs = enumerate(zip(got, eager, strict=True))
         wrong = [index for index, pair in pairs if index not in self._unwritten and not _alike(*pair)]
         if wrong:
@@ -111,10 +99,7 @@ class Verification:
         return [*results, *inputs], len(results), [*arenas, *owned]
 
     def _compare(self, wrong, got, eager, num_results):
-        """Refuse unless eager leaves the bytes that differ unwritten too, or does not repeat itself there.
-
-        A missed address writes to memory that is watched, so a result that it left out is found by that.
-        """
+        """Refuse unless eager leaves the bytes that differ unwritten too, or does not repeat itself there."""
         again, _, _ = self._launch(_FILLS[1])
         others = []
         for number in range(_NUM_REPEATS):
@@ -153,8 +138,7 @@ class Verification:
 
         In a first launch they take the values of the second capture, in another one zero in the bytes that differ. A
         word that looks like an address of other memory takes the address of live memory instead, whose bytes are zero
-        in the first launch and NaN in the other: a kernel that reads there gives other results, and one that writes
-        there changes a byte. RegionRefused, which names the words, where a result or a byte changes.
+        in the first launch and NaN in the other. RegionRefused where a result or such a byte changes.
         """
         unexplained = analysis.unexplained
         if not unexplained:

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-_ALIGNMENT = 16
-
 
 class Chunk(NamedTuple):
     """A run of parameter bytes in the blob: a parameter of a kernel, or all of a node's.
@@ -38,15 +36,10 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Unexplained:
-    """A word that differs between the captures and is no address of the region.
+    """A word that differs between the captures, `first` and `second`, and is no address of the region.
 
-    Attributes:
-        node: index of the node.
-        offset: offset in the node's parameters.
-        first: value in the first capture.
-        second: value in the second.
-        position: index of the word in the blob.
-        is_suspect: memory outside of the region is known at one of the values.
+    offset: in the node's parameters. position: index of the word in the blob. is_suspect: memory outside of the region
+    is known at one of the values.
     """
 
     node: int
@@ -64,16 +57,12 @@ class Unexplained:
 
 
 def layout(nodes: list[list[tuple[int, bytes]]]) -> tuple[list[Chunk], np.ndarray]:
-    """Put the parameters of all nodes, (offset, bytes) each, behind one another.
-
-    Returns:
-        the chunks, and the blob as uint8; gaps are zero.
-    """
+    """Put the parameters of all nodes, (offset, bytes) each, behind one another; gaps are zero."""
     chunks, parts, start = [], [], 0
     for node, parameters in enumerate(nodes):
         for offset, data in parameters:
             chunks.append(Chunk(node, offset, start, len(data)))
-            parts.append(data.ljust(-(-len(data) // _ALIGNMENT) * _ALIGNMENT, b"\0"))
+            parts.append(data.ljust(-(-len(data) // 16) * 16, b"\0"))
             start += len(parts[-1])
     return chunks, np.frombuffer(b"".join(parts), np.uint8).copy()
 
@@ -82,7 +71,7 @@ def explain(
     chunks: list[Chunk],
     blobs: tuple[np.ndarray, np.ndarray],
     allocations: Sequence[tuple[int, int, int]],
-    is_address: Callable[[int], bool],
+    is_address: Callable[[int], object],
 ) -> tuple[Slots, list[Unexplained]]:
     """Find the addresses among the words that differ between two captures.
 
@@ -93,7 +82,7 @@ def explain(
         chunks: layout of both blobs.
         blobs: parameters of the first and the second capture.
         allocations: (base in the first, base in the second, bytes); those of a pool may overlap, used in turn.
-        is_address: returns whether memory is known at a value.
+        is_address: tells whether memory is known at a value.
     """
     first, second = (blob.view(np.uint64) for blob in blobs)
     differs = np.flatnonzero(first != second)
