@@ -255,8 +255,76 @@ def install(monkeypatch) -> FakeDriver:
     return fake
 
 
+_DTYPES = {ctypes.c_float: torch.float32, ctypes.c_longlong: torch.int64, ctypes.c_ubyte: torch.uint8}
+
+
 def words_at(address, count, kind=ctypes.c_float):
     """Numbers in memory as an array that can be written."""
-    return torch.frombuffer(
-        (kind * count).from_address(address), dtype=torch.float32 if kind is ctypes.c_float else torch.int64
-    )
+    return torch.frombuffer((kind * count).from_address(address), dtype=_DTYPES[kind])
+
+
+class FakeCaptures:
+    """What a capture asks of torch.cuda: functions run on the CPU, and say what a GPU's capture would record.
+
+    A function calls `new(count)` for a tensor of floats in the pool and `node(...)` for a node of its graph. With
+    `seeds`, a capture gets two tensors of a generator. `memory` keeps all that it made: a pool's bytes stay.
+    """
+
+    def __init__(self, fake, monkeypatch, analysis, memory, seeds=False):
+        self._fake, self._seeds = fake, seeds
+        self.memory, self._nodes, self._events, self._segments, self.seed_addresses = [], [], [], [], []
+        pools = itertools.count(1)
+        of_torch = {
+            "graph_pool_handle": lambda: (0, next(pools)),
+            "synchronize": lambda *device: None,
+            "empty_cache": lambda: None,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "current_stream": lambda device: SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None),
+        }
+        for name, function in of_torch.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *on, **options: self._events.clear())
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": {None: list(self._events)}})
+        monkeypatch.setattr(torch.cuda.memory, "memory_snapshot", lambda mempool_id: self._segments)
+        monkeypatch.setattr(analysis, "_side_stream", lambda index: SimpleNamespace(wait_stream=lambda other: None))
+        monkeypatch.setattr(analysis, "new_workspaces", contextlib.nullcontext)
+        monkeypatch.setattr(analysis, "CudaGraph", self._cuda_graph)
+        monkeypatch.setattr(memory, "bytes_at", lambda at, size, device: words_at(at, size, ctypes.c_ubyte))
+
+    def new(self, count):
+        self.memory.append(torch.zeros(count))
+        self._alloc(self.memory[-1])
+        return self.memory[-1]
+
+    def node(self, *node):
+        self._nodes.append(node)
+
+    def _alloc(self, tensor):
+        self._events.append({"action": "alloc", "addr": tensor.data_ptr(), "size": tensor.nbytes})
+
+    def _cuda_graph(self, static):
+        """common.capture.pool.CudaGraph."""
+        graph = SimpleNamespace(pool=lambda: (0, 1), reset=lambda: None)
+
+        def capture(fn, pool):
+            result = self._capture(fn)
+            handle = self._fake.add(*self._nodes)
+            graph.raw_cuda_graph = lambda: handle
+            return result
+
+        return SimpleNamespace(capture=capture, graph=graph)
+
+    def _capture(self, fn):
+        self._nodes.clear()
+        self.seed_addresses = []
+        if self._seeds:
+            self.memory += [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+            for tensor in self.memory[-2:]:
+                self._alloc(tensor)
+                self.seed_addresses.append(tensor.data_ptr())
+        num_outside = len(self._events)
+        result = fn()
+        pool_events = self._events[num_outside:]
+        self._segments = [{"address": e["addr"], "total_size": e["size"], "blocks": []} for e in pool_events]
+        return result

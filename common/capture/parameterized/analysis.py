@@ -177,7 +177,7 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     given = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs]
     if isinstance(mode, _Distinct):
         mode.keep_outside(given + segments)
-    outputs = [_place(index, leaf, given, blocks) for index, leaf in enumerate(result)]
+    outputs = [_place(index, leaf, device, given, blocks) for index, leaf in enumerate(result)]
     del result
     gc.collect()
     parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
@@ -190,11 +190,11 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, given, segments, blocks, outputs)
 
 
-def _place(index, leaf, given, blocks):
+def _place(index, leaf, device, given, blocks):
     """A result as its place, which holds no reference; a Python value as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf.layout != torch.strided or leaf.device.type != "cuda":
+    if leaf.layout != torch.strided or leaf.device != device:
         raise RegionRefused(f"result {index} is not a strided tensor of the GPU")
     if not leaf.numel():
         return memory.Place(-1, 0, memory.describe(leaf))
