@@ -53,7 +53,10 @@ class Parameterized:
             self._num_replays = self.regions.num_replays - before
             counted = coverage.measure(self.step, self.regions.graphs, state.device.type == "cuda")
             counted |= coverage.patching(self.step, self.regions.graphs)
-            self.capture.report = {**counted, "regions": [region.row() for region in self.regions.all]}
+            rows = [region.row() for region in self.regions.all]
+            # Memory of the GPU that the driver takes for graphs, beside torch's.
+            driver_bytes = sum(row.get("driver_bytes", 0) for row in rows)
+            self.capture.report = {**counted, "driver_bytes": driver_bytes, "regions": rows}
         finally:
             self.leave()
 

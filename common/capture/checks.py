@@ -18,6 +18,15 @@ class RegionRefused(CaptureError):
     """A region cannot be launched on other memory: the message names the node and the reason."""
 
 
+def check_none_kept(count: int) -> None:
+    """Refuse a region that keeps tensors besides its results: no launch would write those again."""
+    if count:
+        raise RegionRefused(
+            f"the region keeps {count} tensors beyond its end, such as gradients that it set, a cache or an input: "
+            "return them, or make them before"
+        )
+
+
 def signature(tensor: torch.Tensor) -> tuple:
     """Return the properties of a tensor that a graph fixes: shape, stride, dtype and address."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.data_ptr()

@@ -61,21 +61,13 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Found:
-    """A tensor that a capture returned: address of its first element; size, stride, dtype and device."""
-
-    address: int
-    metadata: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Place:
     """A tensor that a region returns, as a place in one of its allocations.
 
     Attributes:
-        allocation: index of the allocation; the inputs come first.
+        allocation: index of the allocation; the inputs come first. -1 for a tensor without elements.
         offset: bytes from the allocation's base.
-        metadata: for torch's constructor: size, stride, dtype, device, and storage_offset in elements.
+        metadata: size, stride, dtype and device.
     """
 
     allocation: int

@@ -1,17 +1,27 @@
 """A region by hand: a captured function that is called with tensors like its examples."""
 
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
 from common.capture.parameterized.region import capture
 
 
 class Captured:
-    """`fn`, captured with `examples`; results belong to the caller."""
+    """`fn`, captured with `examples`; results belong to the caller and have the structure that `fn` returned."""
 
     def __init__(self, fn, examples):
-        self.region = capture(fn, examples)
+        structures = []
+
+        def flat(*inputs):
+            leaves, structure = tree_flatten(fn(*inputs))
+            structures[:] = [structure]
+            return leaves
+
+        self.region = capture(flat, examples)
+        (self.structure,) = structures
 
     def __call__(self, *inputs):
         results, _ = self.region.launch(list(inputs))
-        return self.region.unflatten(results)
+        return tree_unflatten(results, self.structure)
 
     @property
     def report(self):

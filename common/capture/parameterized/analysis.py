@@ -3,22 +3,24 @@
 import contextlib
 import functools
 import gc
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
-from common.capture.checks import RegionRefused
+from common.capture.checks import CaptureError, RegionRefused, check_none_kept
 from common.capture.parameterized import arenas, driver, random_state, words
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
-from common.capture.pool import new_workspaces
+from common.capture.pool import CudaGraph, new_workspaces
 
 _NUM_WARM_UPS = 2
 _MAX_NAMED = 5
+# Of each of the two tensors that torch keeps in no graph's pool for seed and offset.
+_SEED_BYTES = 8
 
 
 @dataclass
@@ -26,24 +28,27 @@ class Captured:
     """One capture, alive with its pool.
 
     Attributes:
-        graph: torch's object.
-        nodes: its nodes.
         inputs: clones that it reads.
+        given: (address, bytes) of the inputs, then of seed and offset where it draws random numbers.
         segments: (address, bytes) of its pool.
         blocks: (address, requested bytes) of every tensor that it made there.
-        outputs: flattened results: a Found for a tensor, anything else as it is.
-        structure: of the results.
-        static: results that are neither inputs nor in the pool, by index.
+        outputs: results: a Place in an input or, behind these, in a block; anything but a tensor as it is.
     """
 
     graph: torch.cuda.CUDAGraph
     nodes: list[Node]
     inputs: list[torch.Tensor]
+    given: list[tuple[int, int]]
     segments: list[tuple[int, int]]
     blocks: list[tuple[int, int]]
     outputs: list[Any]
-    structure: TreeSpec
-    static: dict[int, torch.Tensor]
+
+    def release(self) -> None:
+        """Drop the capture with its pool."""
+        self.graph.reset()
+        self.inputs.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @dataclass
@@ -52,50 +57,30 @@ class Analysis:
 
     Attributes:
         first: the capture that is launched.
-        chunks: layout of the parameters.
-        blob: parameters of the first capture.
-        allocations: (base in the first, base in the second, bytes), the inputs, then the tensors of the pool.
-        plan: where the parts of the pool go in a launch.
-        slots: the addresses.
-        unexplained: words that differ and are no address of the inputs or the pool.
-        suspects: those that look like addresses of other memory.
-        tied: those that look so, and share 8 bytes with a slot.
+        chunks, blob: its parameters.
+        plan: allocations of a launch for the tensors of the pool.
+        results: like `first.outputs`, in allocations of the plan.
+        slots: the addresses. The allocations are the inputs, seed and offset where they are drawn, then the plan's.
+        unexplained: words that differ and are no such address.
         increment: what an eager run adds to the generator's offset.
         written: indices of the inputs that an eager run writes.
-        build_s: seconds by phase.
+        read: storages besides the inputs that operators read or write.
     """
 
     first: Captured
     chunks: list[words.Chunk]
     blob: np.ndarray
-    allocations: list[tuple[int, int, int]]
     plan: arenas.Plan
+    results: list[Any]
     slots: words.Slots
     unexplained: list[words.Unexplained]
-    suspects: list[words.Suspect]
-    tied: list[words.Unexplained]
     increment: int
     written: list[int]
-    build_s: dict[str, float] = field(default_factory=dict)
-
-    def release(self) -> None:
-        """Drop the capture with its pool."""
-        _drop(self.first)
-
-    def all_bytes(self) -> list[torch.Tensor]:
-        """Return all bytes of the first capture, of its pool and of its inputs, as tensors that do not own them."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        inputs = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in self.first.inputs]
-        return [memory.bytes_at(address, size, device) for address, size in (*self.first.segments, *inputs) if size]
-
-    def check(self) -> None:
-        """RegionRefused where an 8-byte word holds half of an address of the region and may be another address too."""
-        if self.tied:
-            raise RegionRefused(f"words may be of two addresses at once: {self.name(self.tied)}")
+    read: list[torch.UntypedStorage]
 
     def largest(self) -> int:
         """Return the bytes of the largest input or tensor in between."""
-        return max((size for _, _, size in self.allocations), default=0)
+        return max((size for _, size in (*self.first.given, *self.first.blocks)), default=0)
 
     def name(self, unexplained: list[words.Unexplained]) -> str:
         """Name the first few words by node, kernel and place."""
@@ -104,8 +89,7 @@ class Analysis:
             f"{word.first:#x} and {word.second:#x}"
             for word in unexplained[:_MAX_NAMED]
         ]
-        more = len(unexplained) - len(named)
-        return "; ".join(named) + (f"; and {more} more" if more else "")
+        return "; ".join(named) + ("; and more" if len(unexplained) > _MAX_NAMED else "")
 
 
 @functools.cache
@@ -117,41 +101,28 @@ def _side_stream(index: int) -> torch.cuda.Stream:
 def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Analysis:
     """Warm a region up, capture it twice over other memory and compare.
 
-    Args:
-        fn: the region.
-        example_inputs: its inputs; they are copied and stay as they are.
-        device: the GPU, with an index.
-
-    Returns:
-        the comparison. The first capture is alive until `release`; the second one has gone.
+    The examples are copied and stay as they are. The device is the current GPU, its generator is `random_state.aside`.
+    The first capture is alive until it is released; the second one has gone.
     """
-    random_state.anchor(device)
-    state = torch.cuda.get_rng_state(device)
+    if torch._C._cuda_isHistoryEnabled():
+        raise RegionRefused("memory history is being recorded, which a capture reads: end _record_memory_history")
     side, caller = _side_stream(device.index), torch.cuda.current_stream(device)
     side.wait_stream(caller)
     captures: list[Captured] = []
-    start = time.perf_counter()
+    # The first capture runs as it is launched. In the second one no two tensors have the same memory.
+    distinct = _Distinct(device)
     try:
         with torch.cuda.stream(side):
             increment, written = _warm_up(fn, example_inputs, device)
-            warmed = time.perf_counter()
-            for _ in range(2):
-                captures.append(_capture(fn, example_inputs))
-        captured = time.perf_counter()
-        analysis = _compare(captures[0], captures[1], increment, written)
+            for mode in (contextlib.nullcontext(), distinct):
+                captures.append(_capture(fn, example_inputs, device, mode, increment > 0))
+        return _compare(captures[0], captures[1], increment, written, list(distinct.read.values()))
     except BaseException:
-        for one in captures:
-            one.graph.reset()
+        for captured in captures:
+            captured.graph.reset()
         raise
     finally:
         caller.wait_stream(side)
-        torch.cuda.set_rng_state(state, device)
-    analysis.build_s = {
-        "warm_up": warmed - start,
-        "capture": captured - warmed,
-        "compare": time.perf_counter() - captured,
-    }
-    return analysis
 
 
 def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
@@ -168,129 +139,121 @@ def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
     return increment, written
 
 
-def _capture(fn, example_inputs) -> Captured:
+class _Distinct(TorchDispatchMode):
+    """Holds whatever operators make, and finds what they read besides that: storages by address of their object."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._device = device
+        self.made: dict[int, torch.UntypedStorage] = {}
+        self.read: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.read |= {key: storage for key, storage in self._storages((args, kwargs)) if key not in self.made}
+        result = func(*args, **kwargs)
+        self.made |= {key: storage for key, storage in self._storages(result) if key not in self.read}
+        return result
+
+    def _storages(self, tree):
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device == self._device:
+                storage = leaf.untyped_storage()
+                yield storage._cdata, storage
+
+    def keep_outside(self, known: list[tuple[int, int]]) -> None:
+        """Let go of what was made and of memory that is known, (address, bytes)."""
+        self.made.clear()
+        self.read = {key: s for key, s in self.read.items() if s.nbytes() and memory.find(s.data_ptr(), known) < 0}
+
+
+def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     inputs = [memory.clone(tensor) for tensor in example_inputs]
     gc.collect()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with new_workspaces():
-        result, made = _record(graph, fn, inputs)
-    leaves, structure = tree_flatten(result)
-    segments = [(part["address"], part["total_size"]) for part in _snapshot(graph)]
-    blocks = [(address, size) for address, size in made if memory.find(address, segments) >= 0]
-    known = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs] + segments
-    outputs, static = _describe(leaves, known)
-    del result, leaves
-    _check_kept(graph)
-    return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, segments, blocks, outputs, structure, static)
-
-
-def _describe(leaves, known):
-    """The results as places, and those in memory that the capture does not know. It leaves no reference behind."""
-    outputs: list[Any] = []
-    static: dict[int, torch.Tensor] = {}
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            outputs.append(leaf)
-            continue
-        if leaf.layout != torch.strided or leaf.device.type != "cuda":
-            raise RegionRefused(f"result {index} is not a strided tensor of the GPU")
-        if leaf.numel() and memory.find(leaf.data_ptr(), known) < 0:
-            static[index] = leaf.detach()
-        outputs.append(memory.Found(leaf.data_ptr(), memory.describe(leaf)))
-    return outputs, static
-
-
-def _record(graph, fn, inputs):
-    """Run fn under capture; its result and the tensors that it made. Any failure of the capture is a refusal."""
-    collects, history = gc.isenabled(), torch._C._cuda_isHistoryEnabled()
-    gc.disable()
-    if not history:
-        torch.cuda.memory._record_memory_history("all", context=None)
-    try:
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            result = fn(*inputs)
-        except BaseException:
-            _give_up(graph)
-            raise
-        graph.capture_end()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise RegionRefused(f"the capture failed: {str(error).splitlines()[0]}") from error
-    finally:
-        if collects:
-            gc.enable()
-        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-        if not history:
-            torch.cuda.memory._record_memory_history(None)
-    return result, [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
-
-
-def _give_up(graph):
-    """End a capture that failed. torch would leave its pool and its generator as if it went on."""
-    with contextlib.suppress(Exception):
-        graph.capture_end()
-    device = torch.cuda.current_device()
-    with contextlib.suppress(Exception):
-        torch._C._cuda_endAllocateToPool(device, graph.pool())
-        torch._C._cuda_releasePool(device, graph.pool())
-    with contextlib.suppress(RuntimeError):
-        random_state.recover(torch.device("cuda", device))
-
-
-def _snapshot(graph) -> list[dict]:
-    return torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
-
-
-def _check_kept(graph):
-    """Refuse a region that keeps a tensor besides its results: no launch would write that one again."""
+    # With a state of its own, seed and offset of the two captures have different addresses.
+    with new_workspaces(), random_state.aside(device):
+        graph, result, made, segments = _record(fn, inputs, mode, device)
+    blocks = [block for block in made if memory.find(block[0], segments) >= 0]
+    given = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs]
+    if isinstance(mode, _Distinct):
+        mode.keep_outside(given + segments)
+    outputs = [_place(index, leaf, device, given, blocks) for index, leaf in enumerate(result)]
+    del result
     gc.collect()
-    kept = [block for part in _snapshot(graph) for block in part["blocks"] if block["state"] == "active_allocated"]
-    if kept:
-        total = sum(block["size"] for block in kept)
-        raise RegionRefused(
-            f"the region keeps {len(kept)} tensors of its own beyond its end ({total} bytes), such as gradients that "
-            "it set or a cache: return them, or make them before"
-        )
+    parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
+    check_none_kept(sum(block["state"] == "active_allocated" for part in parts for block in part["blocks"]))
+    # Some versions of torch make seed and offset for every capture, others where one draws.
+    seeds = [(a, size) for a, size in made if size == _SEED_BYTES and memory.find(a, segments) < 0]
+    if draws and len(seeds) != 2:
+        raise RegionRefused("random numbers are drawn from another state of a generator than torch's own")
+    given += seeds if draws else []
+    return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, given, segments, blocks, outputs)
 
 
-def _compare(first, second, increment, written) -> Analysis:
+def _place(index, leaf, device, given, blocks):
+    """A result as its place, which holds no reference; a Python value as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.layout != torch.strided or leaf.device != device:
+        raise RegionRefused(f"result {index} is not a strided tensor of the GPU")
+    if not leaf.numel():
+        return memory.Place(-1, 0, memory.describe(leaf))
+    address, owner = leaf.data_ptr(), memory.find(leaf.data_ptr(), given)
+    if owner < 0:
+        # Of all tensors that had these bytes the last one is alive.
+        last = memory.find(address, blocks[::-1])
+        if last < 0:
+            raise RegionRefused(f"result {index} was made before the region: pass it as an input")
+        owner = len(given) + len(blocks) - 1 - last
+    return memory.Place(owner, address - (given + blocks)[owner][0], memory.describe(leaf))
+
+
+def _record(fn, inputs, mode, device):
+    """Capture fn; the graph, what fn returned, (address, bytes) of what was allocated and of the pool's segments."""
+    captured, pool = CudaGraph(()), torch.cuda.graph_pool_handle()
+    torch.cuda.memory._record_memory_history("all", context=None)
+    try:
+        with mode:
+            result = captured.capture(lambda: fn(*inputs), pool)
+        events = torch.cuda.memory._snapshot()["device_traces"][device.index]
+    except BaseException as error:
+        # torch would leave the pool as if the capture went on.
+        with contextlib.suppress(Exception):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        if isinstance(error, CaptureError):
+            raise RegionRefused(f"the capture failed: {error}") from error
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    made = [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
+    segments = [(part["address"], part["total_size"]) for part in torch.cuda.memory.memory_snapshot(mempool_id=pool)]
+    return captured.graph, result, made, segments
+
+
+def _compare(first, second, increment, written, read) -> Analysis:
     check_alike(first.nodes, second.nodes)
-    if first.structure != second.structure:
-        raise RegionRefused("two runs return results of different structure")
     if [size for _, size in first.blocks] != [size for _, size in second.blocks]:
         raise RegionRefused("two captures allocate different tensors")
     chunks, blob = words.layout([node.parameters for node in first.nodes])
     _, other = words.layout([node.parameters for node in second.nodes])
-    allocations = [
-        (a.data_ptr(), b.data_ptr(), memory.extent(a)) for a, b in zip(first.inputs, second.inputs, strict=True)
-    ]
     # The n-th tensor of one capture is the n-th of the other, wherever their allocators put it.
-    pairs = [(a, b, size) for (a, size), (b, _) in zip(first.blocks, second.blocks, strict=True)]
-    allocations += dict.fromkeys(pairs)
-    slots, unexplained = words.explain(chunks, (blob, other), allocations)
-    suspects, tied = words.suspects(unexplained, (blob, other), slots, driver.is_address)
-    plan = arenas.plan(first.segments, first.blocks, _addresses(first))
+    given, blocks = (
+        [arenas.Block(a, b, size) for (a, size), (b, _) in zip(*both, strict=True)]
+        for both in ((first.given, second.given), (first.blocks, second.blocks))
+    )
+    slots, unexplained = words.explain(chunks, (blob, other), given + blocks, driver.memory_type)
     # No launch knows the second one's memory, and the first launches need as much.
-    _drop(second)
-    found = (slots, unexplained, suspects, tied)
-    return Analysis(first, chunks, blob, allocations, plan, *found, increment, written)
-
-
-def _drop(captured):
-    captured.graph.reset()
-    captured.inputs.clear()
-    captured.static.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _addresses(captured) -> list[int]:
-    """Addresses of the results in the pool."""
-    return [
-        output.address
-        for index, output in enumerate(captured.outputs)
-        if isinstance(output, memory.Found) and index not in captured.static and output.address
+    second.release()
+    num_inputs = len(first.inputs)
+    in_pool = [p for p in first.outputs if isinstance(p, memory.Place) and p.allocation >= num_inputs]
+    plan = arenas.plan(first.segments, blocks, {place.allocation - num_inputs for place in in_pool})
+    results = [
+        replace(p, allocation=num_inputs + plan.results[p.allocation - num_inputs]) if p in in_pool else p
+        for p in first.outputs
     ]
+    table = [(index, 0) for index in range(len(given))]
+    table += [(len(given) + arena, offset) for arena, offset in plan.places]
+    moved = np.array(table, np.int64).reshape(-1, 2)[slots.allocation]
+    slots = slots._replace(allocation=moved[:, 0], offset=slots.offset + moved[:, 1])
+    return Analysis(first, chunks, blob, plan, results, slots, unexplained, increment, written, read)

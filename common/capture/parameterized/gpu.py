@@ -1,188 +1,153 @@
-"""A region on a GPU: an executable of its own, launched on any memory."""
+"""A region on a GPU: an executable for each set of fixed addresses, launched on any memory."""
 
 import functools
-import operator
 import threading
 import time
+import weakref
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from common.capture import memory
 from common.capture.checks import CaptureError
+from common.capture.host_graph_memory import held_outside
 from common.capture.parameterized import driver, random_state, words
 from common.capture.parameterized.analysis import Analysis
-from common.capture.parameterized.nodes import Setters
+from common.capture.parameterized.nodes import Executable
+
+# More sets of fixed addresses take turns: then nearly all nodes of a launch get new addresses.
+_MAX_EXECUTABLES = 128
+# Of all regions: a launch reads the generator's offset and moves it.
+_launching = threading.Lock()
 
 
 class GpuRegion:
     """A captured region that is launched on any inputs.
 
-    Args:
-        fn: the function that was captured. It is held until `release`, with all that its closure holds: the graph reads
-            those tensors at their addresses.
-        analysis: the comparison of two captures; the first one is alive.
-        device: the GPU.
+    It holds fn, and the tensors that a capture read besides its inputs, until `release`: the graph has their addresses.
+    analysis: the comparison of two captures; the first one is alive. fixed: indices of inputs that come at few
+    addresses, such as parameters of layers.
     """
 
     def __init__(self, fn, analysis: Analysis, device: torch.device):
-        self._fn = fn
+        first, plan = analysis.first, analysis.plan
         self.device = device
-        first = analysis.first
-        self._num_inputs = len(first.inputs)
+        self.fixed: list[int] = []
         self.written = analysis.written
-        self._sizes = analysis.plan.sizes
+        self._fn = fn
+        self._read = [(storage, storage.data_ptr()) for storage in analysis.read]
+        self._num_inputs = len(first.inputs)
+        self._sizes, self._copies = plan.sizes, plan.copies
         self._increment = analysis.increment
-        self._structure = first.structure
-        self._results = [_place(index, analysis) for index in range(len(first.outputs))]
-        self._patcher = words.Patcher(analysis.blob, _in_arenas(analysis), self._num_inputs + len(self._sizes))
-        executable = driver.Executable(first.graph.raw_cuda_graph(), [node.handle for node in first.nodes])
-        self._executable: driver.Executable | None = executable
-        self._setters = Setters(executable, first.nodes, analysis.chunks, analysis.blob)
-        self._lock = threading.Lock()
-        self.num_launches = 0
-        self.num_patched = 0
-        self.patch_s = 0.0
+        self._results = analysis.results
+        graph = driver.Graph(first.graph.raw_cuda_graph(), [node.handle for node in first.nodes])
+        self._make = functools.partial(Executable, graph, first.nodes, analysis.chunks, analysis.blob, analysis.slots)
+        self._executables: dict[tuple[int, ...], Executable] = {}
+        self._free = weakref.finalize(self, graph.destroy)
+        self._free.atexit = False
+        self.num_launches, self.num_patched, self.patch_s = 0, 0, 0.0
         self.report: dict[str, Any] = {
-            "nodes": dict(Counter(driver.NODE_KINDS[node.kind] for node in first.nodes)),
-            "slots": len(analysis.slots),
+            "nodes": dict(Counter(node.kind for node in first.nodes)),
             "arena_bytes": sum(self._sizes),
+            "copied_results": len(self._copies),
             "unread": len(analysis.unexplained),
-            "unread_like_addresses": len(analysis.suspects),
             "random_increment": self._increment,
-            "build_s": analysis.build_s,
+            "executables": 0,
+            "driver_bytes": 0,
         }
 
     def launch(self, inputs: list[torch.Tensor], fill: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
-        """Launch on inputs that are known to be like the examples.
-
-        Args:
-            inputs: tensors of the GPU.
-            fill: byte that new memory holds before; None for whatever it holds.
+        """Launch on inputs that are known to be like the examples; `fill` is a byte that new memory holds before.
 
         Returns:
-            the flat results, and the arenas that hold them and everything between.
+            the results, and the memory that holds them and everything between.
 
         Raises:
-            CaptureError: the region was released.
-            driver.DriverError: the driver refused a node's parameters or the launch; nothing was launched.
+            CaptureError: the region was released, runs inside a capture, or reads a tensor that was replaced.
+            driver.DriverError: nothing was launched.
         """
-        if self._executable is None:
+        if not self._free.alive:
             raise CaptureError("call of a parameterized region that was released")
-        bases = [tensor.data_ptr() for tensor in inputs]
-        aligned = inputs
-        if functools.reduce(operator.or_, bases, 0) & 15:
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError("a parameterized region runs inside a capture: leave it outside")
+            for storage, address in self._read:
+                if storage.data_ptr() != address or not held_outside(storage):
+                    raise CaptureError("a tensor that a parameterized region reads besides its inputs was replaced")
             # Kernels were chosen for aligned addresses.
-            aligned = [memory.clone(t) if base & 15 else t for t, base in zip(inputs, bases, strict=True)]
-            bases = [tensor.data_ptr() for tensor in aligned]
-        arenas = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in self._sizes]
-        if fill is not None:
-            for arena in arenas:
-                arena.fill_(fill)
-        bases += [arena.data_ptr() for arena in arenas]
-        with self._lock:
+            aligned = [memory.clone(tensor) if tensor.data_ptr() & 15 else tensor for tensor in inputs]
+            arenas = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in self._sizes]
+            for arena in [] if fill is None else arenas:
+                arena.fill_(fill)  # type: ignore[arg-type]
+            self._launch(aligned, arenas)
+            for to, source, offset in self._copies:
+                arenas[to].copy_(arenas[source][offset : offset + self._sizes[to]])
+            for index in self.written:
+                if aligned[index] is not inputs[index]:
+                    inputs[index].detach().copy_(aligned[index].detach())
+                torch.autograd.graph.increment_version(inputs[index])
+            return [self._result(place, inputs, arenas) for place in self._results], arenas
+
+    def _launch(self, inputs, arenas):
+        """Set the addresses that moved and launch, or leave executables and generator as they were."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with _launching, random_state.drawn(self.device, self._increment) as seeds:
+            bases = [tensor.data_ptr() for tensor in (*inputs, *seeds, *arenas)]
+            start = time.perf_counter()
             try:
-                changed = self._patch(bases)
+                executable, changed = self._patched(bases)
+                if changed:
+                    self.patch_s += time.perf_counter() - start
+                driver.launch(executable.handle, stream)
             except BaseException:
-                self._patcher.forget()
+                # They may hold some of the new addresses.
+                self._executables.clear()
                 raise
-            with random_state.advanced(self.device, self._increment):
-                self._executable.launch(torch.cuda.current_stream(self.device).cuda_stream)
             self.num_launches += 1
             self.num_patched += changed
-        if aligned is not inputs:
-            for index in self.written:
-                inputs[index].detach().copy_(aligned[index].detach())
-        for index in self.written:
-            torch.autograd.graph.increment_version(inputs[index])
-        return self._outputs(inputs, arenas), arenas
 
-    def _patch(self, bases) -> int:
-        """Set the parameters that change; returns the number of their nodes."""
-        start = time.perf_counter()
-        changed = self._patcher.patch(bases)
-        if changed:
-            self._setters.apply(changed)
-            self.patch_s += time.perf_counter() - start
-        return len(changed)
+    def _patched(self, bases) -> tuple[Executable, int]:
+        """The executable for the fixed addresses among those of a launch, and the number of its nodes that changed."""
+        key = tuple([bases[index] for index in self.fixed])
+        executable = self._executables.get(key)
+        if executable is None and (() in self._executables or len(self._executables) == _MAX_EXECUTABLES):
+            # That of the first launches, or the oldest: all its addresses change.
+            executable = self._executables[key] = self._executables.pop(next(iter(self._executables)))
+        if executable is not None:
+            return executable, executable.patch(bases)
+        executable, free = self._make(), torch.cuda.mem_get_info(self.device)[0]
+        changed = executable.patch(bases)
+        self._executables[key] = executable
+        self.report["executables"] += 1
+        self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
+        return executable, changed
 
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
-        """Write other values in the place of words that are no address, for all later launches."""
-        self._setters.apply(self._patcher.overwrite(unexplained, values))
-
-    def unflatten(self, results: list[Any]):
-        """Return flat results of `launch` in the structure that the function returned."""
-        return tree_unflatten(results, self._structure)
+        """Write other values in the place of words that are no address, in the only executable."""
+        (executable,) = self._executables.values()
+        executable.overwrite(unexplained, values)
 
     def release(self) -> None:
-        """Free the graph. Results of earlier calls stay."""
-        executable, self._executable, self._fn = self._executable, None, None
-        if executable is not None:
-            executable.destroy()
+        """Free the graph and what it read. Results of earlier calls stay."""
+        self._free()
+        self._executables.clear()
+        self._fn, self._read = None, []
 
-    def _outputs(self, inputs, arenas) -> list[Any]:
-        storages: dict[int, Any] = {}
-        outputs = []
-        for result in self._results:
-            if not isinstance(result, memory.Place):
-                outputs.append(result)
-                continue
-            index = result.allocation
-            if index < 0:
-                meta = result.metadata
-                empty = torch.empty_strided(meta["size"], meta["stride"], dtype=meta["dtype"], device=self.device)
-                outputs.append(empty)
-                continue
-            metadata = result.metadata
-            if index < self._num_inputs:
-                source = inputs[index]
-                view = source.detach()
-                if result.offset == 0 and memory.describe(source).items() <= metadata.items():
-                    # With the input's own count of versions: autograd sees where it is overwritten.
-                    outputs.append(view)
-                    continue
-                at = source.storage_offset() * source.element_size() + result.offset
-                metadata = {**metadata, "storage_offset": at // metadata["dtype"].itemsize}
-                storage = view.untyped_storage()
-            else:
-                storage = storages.get(index)
-                if storage is None:
-                    storage = storages[index] = arenas[index - self._num_inputs].untyped_storage()
-            outputs.append(torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage))
-        return outputs
-
-
-def _in_arenas(analysis) -> words.Slots:
-    """The slots with an arena in the place of each tensor of the pool."""
-    num_inputs, slots = len(analysis.first.inputs), analysis.slots
-    places = [(index, 0) for index in range(num_inputs)]
-    for base, _, _ in analysis.allocations[num_inputs:]:
-        arena, offset = analysis.plan.place(base)
-        places.append((num_inputs + arena, offset))
-    table = np.array(places, np.int64).reshape(-1, 2)[slots.allocation]
-    return replace(slots, allocation=table[:, 0], offset=slots.offset + table[:, 1])
-
-
-def _place(index, analysis):
-    """A result as a place in an input or an arena, a static tensor, or the value itself."""
-    captured = analysis.first
-    output = captured.outputs[index]
-    if index in captured.static:
-        return captured.static[index]
-    if not isinstance(output, memory.Found):
-        return output
-    address, metadata = output.address, output.metadata
-    if 0 in metadata["size"]:
-        return memory.Place(-1, 0, metadata)
-    num_inputs = len(captured.inputs)
-    allocation = memory.find(address, [(base, size) for base, _, size in analysis.allocations[:num_inputs]])
-    if allocation >= 0:
-        offset = address - analysis.allocations[allocation][0]
-    else:
-        arena, offset = analysis.plan.place(address)
-        allocation = num_inputs + arena
-    return memory.Place(allocation, offset, {**metadata, "storage_offset": offset // metadata["dtype"].itemsize})
+    def _result(self, place, inputs, arenas):
+        """A result as a tensor over memory of the launch; a Python value as it is."""
+        if not isinstance(place, memory.Place):
+            return place
+        index, offset, metadata = place.allocation, place.offset, place.metadata
+        size, stride, dtype = metadata["size"], metadata["stride"], metadata["dtype"]
+        if index < 0:
+            return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
+        if index >= self._num_inputs:
+            storage = arenas[index - self._num_inputs].untyped_storage()
+        elif offset == 0 and memory.describe(inputs[index]) == metadata:
+            # With the input's own count of versions: autograd sees where it is overwritten.
+            return inputs[index].detach()
+        else:
+            storage = inputs[index].untyped_storage()
+            offset += inputs[index].storage_offset() * inputs[index].element_size()
+        return torch.empty(0, dtype=dtype, device=self.device).set_(storage, offset // dtype.itemsize, size, stride)

@@ -4,19 +4,17 @@ import gc
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from common.capture import memory
-from common.capture.checks import CaptureError, RegionRefused
+from common.capture.checks import CaptureError, RegionRefused, check_none_kept
 from common.capture.host_graph_memory import ExternalStorage, View, held_outside
 from common.capture.host_graph_recorder import Recorder, copy_results, refuse_inside_capture, replaying
 
 
 class HostRegion:
-    """A recorded run that moves to other memory.
+    """A recorded run that moves to other memory. It holds fn, and what its closure holds, until `release`.
 
-    fn runs once, on copies of the inputs, and then counts as captured. RegionRefused where it does what no graph can
-    hold, or keeps a tensor that it made.
+    fn runs once, on copies of the inputs. RegionRefused where it does what no graph can hold, or keeps a tensor.
     """
 
     def __init__(self, fn, example_inputs: list[torch.Tensor]):
@@ -26,7 +24,7 @@ class HostRegion:
         state = torch.get_rng_state()
         recorder = Recorder({}, [torch.default_generator])
         try:
-            leaves, self._structure = tree_flatten(recorder.run(lambda: fn(*inputs)))
+            leaves = list(recorder.run(lambda: fn(*inputs)))
         except CaptureError as error:
             raise RegionRefused(str(error)) from error
         finally:
@@ -34,11 +32,9 @@ class HostRegion:
         self.written = [index for index, tensor in enumerate(inputs) if tensor._version != versions[index]]
         self._inputs = [tensor.untyped_storage()._cdata for tensor in inputs]
         self._calls: list[Any] | None = recorder.calls
-        constants = {address for address, (_, constant) in recorder.produced.items() if constant}
-        self._constants = {address: recorder.storages[address] for address in constants}
-        self._made = {
-            address: recorder.storages[address].nbytes() for address in recorder.produced if address not in constants
-        }
+        made = {address for address, (_, constant) in recorder.produced.items() if not constant}
+        self._constants = {address: recorder.storages[address] for address in recorder.produced.keys() - made}
+        self._made = {address: recorder.storages[address].nbytes() for address in made}
         self._outside = {
             address: ExternalStorage(recorder.storages[address], *reader)
             for address, reader in recorder.read.items()
@@ -50,25 +46,19 @@ class HostRegion:
         storages = [tensor.untyped_storage() for tensor in inputs]
         inputs.clear()
         _check_kept(storages)
-        # What was read outside is held here, as a GPU region holds its function.
         self._fn = fn
         self.num_launches = 0
         # There is no node to patch: each call makes its views anew.
         self.num_patched, self.patch_s = 0, 0.0
         self.report: dict[str, Any] = {
             "nodes": {"operator": len(recorder.calls)},
-            "slots": len({leaf for call in recorder.calls for leaf in call.leaves if isinstance(leaf, View)}),
             "arena_bytes": sum(self._made.values()),
         }
 
     def launch(self, inputs: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
-        """Run the operators on inputs that are known to be like the examples.
+        """Run the operators on inputs that are known to be like the examples; return like a GPU's region.
 
-        Returns:
-            the flat results, and the memory that holds them and everything between.
-
-        Raises:
-            CaptureError: the region was released, or runs inside a host capture.
+        CaptureError where the region was released, runs inside a capture, or reads a tensor that is gone.
         """
         if self._calls is None:
             raise CaptureError("call of a parameterized region that was released")
@@ -76,6 +66,7 @@ class HostRegion:
         for outside in self._outside.values():
             outside.check()
         arenas = {address: torch.full((size,), 0xFF, dtype=torch.uint8) for address, size in self._made.items()}
+        storages = self._constants | {address: arena.untyped_storage() for address, arena in arenas.items()}
         given = dict(zip(self._inputs, inputs, strict=True))
 
         def tensor(view):
@@ -83,30 +74,24 @@ class HostRegion:
                 source = given[view.storage].detach()
                 offset = source.storage_offset() * source.element_size() // view.dtype.itemsize + view.offset
                 return torch.empty(0, dtype=view.dtype).set_(source.untyped_storage(), offset, view.shape, view.stride)
-            if view.storage in arenas:
-                return view.over(arenas[view.storage].untyped_storage())
-            if view.storage in self._constants:
-                return view.over(self._constants[view.storage])
+            if view.storage in storages:
+                return view.over(storages[view.storage])
             return self._outside[view.storage].tensor(view)
 
+        # Counted before: what fails from here on has run in part.
+        self.num_launches += 1
         with replaying():
             for call in self._calls:
                 torch._C._set_grad_enabled(call.grad_enabled)
-                args, kwargs = call.arguments(
-                    [tensor(leaf) if isinstance(leaf, View) else leaf for leaf in call.leaves]
-                )
+                leaves = [tensor(leaf) if isinstance(leaf, View) else leaf for leaf in call.leaves]
+                args, kwargs = call.arguments(leaves)
                 value = call.func(*args, **kwargs)
                 if call.results:
                     copy_results([view and tensor(view) for view in call.results], value)
         for index in self.written:
             torch.autograd.graph.increment_version(inputs[index])
-        self.num_launches += 1
         results = [tensor(place) if isinstance(place, View) else place for place in self._results]
         return results, list(arenas.values())
-
-    def unflatten(self, results: list[Any]):
-        """Return flat results of `launch` in the structure that the function returned."""
-        return tree_unflatten(results, self._structure)
 
     def release(self) -> None:
         """Drop the record. Results of earlier calls stay."""
@@ -123,13 +108,7 @@ class HostRegion:
 
 
 def _check_kept(storages):
-    """Refuse a region that keeps a tensor besides its results: no launch would write that one again."""
     if any(held_outside(storage) for storage in storages):
         # Cycles of Python objects may be all that holds them.
         gc.collect()
-    kept = sum(held_outside(storage) for storage in storages)
-    if kept:
-        raise RegionRefused(
-            f"the region keeps {kept} tensors beyond its end, such as gradients that it set, a cache or an input: "
-            "return them, or make them before"
-        )
+    check_none_kept(sum(held_outside(storage) for storage in storages))

@@ -2,17 +2,21 @@
 
 import ctypes
 import operator
-from ctypes import byref, c_size_t, c_void_p
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from common.capture.checks import RegionRefused
 from common.capture.parameterized import driver
-from common.capture.parameterized.words import Chunk
+from common.capture.parameterized.words import Chunk, Patcher, Slots, Unexplained
 
 _COLLECTIVES = ("nccl", "nvshmem")
+# Structure of cuda.h by kind, and its bytes.
+_STRUCTURES = {"memcpy": ("CUDA_MEMCPY3D", 200), "memset": ("CUDA_MEMSET_NODE_PARAMS", 40)}
+# CU_MEMORYTYPE_DEVICE and CU_MEMORYTYPE_UNIFIED.
+_DEVICE, _UNIFIED = 2, 4
 
 
 @dataclass(frozen=True)
@@ -20,52 +24,54 @@ class Node:
     """A node of a graph.
 
     Attributes:
-        handle: CUgraphNode.
-        kind: CUgraphNodeType.
-        name: the kernel's name, or the kind in words.
+        kind: kernel, memcpy, memset or empty.
+        name: the kernel's name, or the kind.
         shape: everything that must be the same in two captures: function, grid, block, shared memory.
         parameters: (offset, bytes) of each parameter.
         packed: the kernel takes one buffer instead of an array of pointers.
     """
 
-    handle: int
-    kind: int
+    handle: Any
+    kind: str
     name: str
     shape: tuple = ()
     parameters: list[tuple[int, bytes]] = field(default_factory=list)
     packed: bool = False
 
 
-def read_nodes(graph: int) -> list[Node]:
+def read_nodes(graph) -> list[Node]:
     """Read all nodes of a CUgraph in the order in which they were made. RegionRefused names a node that cannot move."""
-    return [_read(index, handle) for index, handle in enumerate(driver.graph_nodes(graph))]
+    _, count = driver.call("cuGraphGetNodes", graph, 0)
+    handles, _ = driver.call("cuGraphGetNodes", graph, count)
+    return [_read(index, handle) for index, handle in enumerate(handles)]
 
 
 def _read(index, handle) -> Node:
-    kind = driver.node_kind(handle)
-    name = driver.NODE_KINDS.get(kind, f"type {kind}")
-    if kind == driver.EMPTY:
-        return Node(handle, kind, name)
-    if kind == driver.KERNEL:
-        params = driver.params_of(handle, kind)
-        name = driver.kernel_name(params)
+    kind = driver.call("cuGraphNodeGetType", handle).name.removeprefix("CU_GRAPH_NODE_TYPE_").lower()
+    if kind == "empty":
+        return Node(handle, kind, kind)
+    if kind not in ("kernel", *_STRUCTURES):
+        raise RegionRefused(f"node {index} is a {kind} node, which cannot be launched on other memory")
+    # What a kernel's structure points to belongs to the node.
+    params = driver.call(f"cuGraph{kind.capitalize()}NodeGetParams", handle)
+    if kind == "kernel":
+        of_kernel = ("cuFuncGetName", params.func) if int(params.func) else ("cuKernelGetName", params.kern)
+        name = (driver.call(*of_kernel) or b"?").decode()
         if name.lower().startswith(_COLLECTIVES):
             raise RegionRefused(f"node {index} is a collective, {name}: leave it outside the region")
-        shape = (params.func, params.kern, tuple(params.grid), tuple(params.block), params.shared_bytes)
-        return Node(handle, kind, name, shape, driver.kernel_arguments(params), not params.kernel_params)
-    if kind == driver.MEMSET:
-        memset = driver.params_of(handle, kind)
-        return Node(handle, kind, name, (memset.width, memset.height), [(0, bytes(memset))])
-    if kind == driver.MEMCPY:
-        copy = driver.params_of(handle, kind)
-        for side, memory, address in (
-            ("from", copy.src_type, copy.src_device),
-            ("to", copy.dst_type, copy.dst_device),
-        ):
-            if not driver.is_device_memory(memory, address):
+        sizes = [getattr(params, f"{of}Dim{axis}") for of in ("grid", "block") for axis in "XYZ"]
+        shape = (int(params.func), int(params.kern), *sizes, params.sharedMemBytes)
+        return Node(handle, kind, name, shape, driver.kernel_arguments(params), not params.kernelParams)
+    if kind == "memcpy":
+        sides = ("from", params.srcMemoryType, params.srcDevice), ("to", params.dstMemoryType, params.dstDevice)
+        for side, memory, address in sides:
+            unified = int(memory) == _UNIFIED and driver.memory_type(int(address)) == _DEVICE
+            if int(memory) != _DEVICE and not unified:
                 raise RegionRefused(f"node {index} copies {side} memory of the host: make the copy before the region")
-        return Node(handle, kind, name, (copy.width, copy.height, copy.depth), [(0, bytes(copy))])
-    raise RegionRefused(f"node {index} is a {name} node, which cannot be launched on other memory")
+        shape = (params.WidthInBytes, params.Height, params.Depth)
+    else:
+        shape = (params.width, params.height)
+    return Node(handle, kind, kind, shape, [(0, ctypes.string_at(params.getPtr(), _STRUCTURES[kind][1]))])
 
 
 def check_alike(first: list[Node], second: list[Node]) -> None:
@@ -75,58 +81,80 @@ def check_alike(first: list[Node], second: list[Node]) -> None:
     for index, (a, b) in enumerate(zip(first, second, strict=True)):
         sizes = [[(offset, len(data)) for offset, data in node.parameters] for node in (a, b)]
         if (a.kind, a.name, a.shape, sizes[0]) != (b.kind, b.name, b.shape, sizes[1]):
-            raise RegionRefused(
-                f"two captures differ in node {index}: {a.name} {a.shape[2:]} and {b.name} {b.shape[2:]} "
-                "(kernels chosen by address or alignment)"
-            )
+            raise RegionRefused(f"two captures differ in node {index}: {a.name} {a.shape[2:]}, {b.name} {b.shape[2:]}")
 
 
-class Setters:
-    """Hands changed parameters to an executable graph, each node by a call made ready before.
+class Executable:
+    """An executable graph with parameters of its own, of which those are set that change.
 
-    nodes: as read from the capture. blob: parameters, laid out as `chunks` says; the driver copies from its memory.
+    It is made of `graph` at the first `patch`. nodes: as read from the capture. chunks, blob: their parameters, which
+    are copied. slots: the addresses. handle: CUgraphExec.
     """
 
-    def __init__(self, executable: driver.Executable, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray):
-        self._keep: list = [blob]
-        self._calls: list[partial] = []
-        places: list[list[Chunk]] = [[] for _ in nodes]
+    def __init__(self, graph: driver.Graph, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray, slots: Slots):
+        self.handle: Any = None
+        self._graph = graph
+        self._blob = blob.copy()
+        self._patcher = Patcher(self._blob, slots)
+        self._keep: list = []
+        parts: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
-            places[chunk.node].append(chunk)
-        address = blob.ctypes.data
-        for node, handle, its_chunks in zip(nodes, executable.nodes, places, strict=True):
-            starts = [address + chunk.start for chunk in its_chunks]
-            self._calls.append(self._setter(executable.handle, node, handle, (starts, its_chunks)))
+            parts[chunk.node].append(chunk)
+        # Kind, node of the graph and structure of each node with parameters, and the call that sets them.
+        self._params = {
+            index: (node.kind, graph.nodes[index], self._structure(node, graph.nodes[index], parts[index]))
+            for index, node in enumerate(nodes)
+            if parts[index]
+        }
+        self._calls: dict[int, partial] = {}
 
-    def apply(self, changed: list[int]) -> None:
+    def patch(self, bases: list[int]) -> int:
+        """Set the addresses that moved; return the number of changed nodes. After an error it is of no use."""
+        changed = self._patcher.patch(bases)
+        if self.handle is not None:
+            self._set(changed)
+            return len(changed)
+        # The graph may hold addresses that were freed, which are checked where it is made executable.
+        self._calls = {index: self._setter(*params) for index, params in self._params.items()}
+        self._set(self._calls)
+        self.handle = self._graph.instantiate()
+        context = driver.call("cuCtxGetCurrent")
+        self._calls = {index: self._setter(*params, self.handle, context) for index, params in self._params.items()}
+        return len(self._calls)
+
+    def overwrite(self, words: list[Unexplained], values: list[int]) -> None:
+        """Write other values in the place of words that are no address."""
+        self._set(self._patcher.overwrite(words, values))
+
+    def _set(self, changed):
         """Set the parameters of some nodes, by index, for all later launches. DriverError names the node."""
         calls = self._calls
-        errors = list(map(operator.call, [calls[index] for index in changed]))
-        if any(errors):
-            index, error = next(pair for pair in zip(changed, errors, strict=True) if pair[1])
-            driver.check(f"setting the parameters of node {index}", error)
+        results = map(operator.call, [calls[index] for index in changed])
+        for index, (error,) in zip(changed, results, strict=True):
+            if error:
+                driver.check(f"setting the parameters of node {index}", error)
 
-    def _setter(self, executable, node, handle, places) -> partial:
-        starts, chunks = places
-        library = driver.library()
-        if not starts:
-            # There is nothing to set: 0, as the driver returns it.
-            return partial(int)
-        # ctypes converts values of its types in each call, what from_param and byref return in none.
-        target = c_void_p.from_param(executable.value), c_void_p.from_param(handle.value)
-        if node.kind != driver.KERNEL:
-            name = "cuGraphExecMemsetNodeSetParams" if node.kind == driver.MEMSET else "cuGraphExecMemcpyNodeSetParams"
-            rest = c_void_p.from_param(starts[0]), c_void_p.from_param(driver.current_context())
-            return partial(getattr(library, name), *target, *rest)
-        params = driver.params_of(node.handle, node.kind)
+    def _setter(self, kind, handle, structure, executable=None, context=None) -> partial:
+        """A call that sets a node's parameters in the executable, or in the graph that it is made of."""
+        name = f"{kind.capitalize()}NodeSetParams"
+        if executable is None:
+            return partial(getattr(driver.cu, f"cuGraph{name}"), handle, structure)
+        of_memory = () if kind == "kernel" else (context,)
+        return partial(getattr(driver.cu, f"cuGraphExec{name}"), executable, handle, structure, *of_memory)
+
+    def _structure(self, node, handle, chunks):
+        """What the driver takes for a node, over bytes of the blob."""
+        starts = [self._blob.ctypes.data + chunk.start for chunk in chunks]
+        if node.kind != "kernel":
+            return getattr(driver.cu, _STRUCTURES[node.kind][0])(_ptr=starts[0])
+        params = driver.call("cuGraphKernelNodeGetParams", handle)
         if node.packed:
-            size = c_size_t(chunks[0].size)
-            extra = (c_void_p * 5)(1, starts[0], 2, ctypes.addressof(size), None)
-            params.kernel_params, params.extra = None, ctypes.addressof(extra)
-            self._keep.append((size, extra))
+            size = ctypes.c_size_t(chunks[0].size)
+            extra = (ctypes.c_void_p * 5)(1, starts[0], 2, ctypes.addressof(size), None)
+            params.extra = ctypes.addressof(extra)
+            self._keep += [size, extra]
         else:
-            pointers = (c_void_p * len(starts))(*starts)
-            params.kernel_params, params.extra = ctypes.addressof(pointers), None
+            pointers = (ctypes.c_void_p * len(starts))(*starts)
+            params.kernelParams = ctypes.addressof(pointers)
             self._keep.append(pointers)
-        self._keep.append(params)
-        return partial(library.cuGraphExecKernelNodeSetParams_v2, *target, byref(params))
+        return params

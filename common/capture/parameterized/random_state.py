@@ -1,14 +1,18 @@
-"""Philox state of regions that draw random numbers.
+"""Seed and offset of torch's generator for regions that draw random numbers.
 
-torch's kernels in a capture read seed and offset from two tensors of the generator, which `CUDAGraph.replay` fills. A
-parameterized graph is launched without that object, so a tiny graph of the same generator is replayed before it: its
-replay fills the tensors, and keeps them alive at their addresses.
+torch's kernels in a capture read both from two tensors that belong to the generator's state and the graph. A launch
+gives them tensors of its own instead, with the numbers that eager's kernels would be passed at that time.
 """
 
 import contextlib
-from functools import cache
+import threading
 
 import torch
+
+from common.capture.checks import CaptureError
+
+# Thread whose capture has put the generator's state aside.
+_captures_in: int | None = None
 
 
 def generator(device: torch.device) -> torch.Generator:
@@ -16,56 +20,38 @@ def generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index]
 
 
-def _draw(buffer) -> torch.cuda.CUDAGraph:
-    """Capture a draw into a buffer outside of any pool. The current stream is not the default one."""
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    buffer.uniform_()
-    graph.capture_end()
-    return graph
+@contextlib.contextmanager
+def aside(device: torch.device):
+    """Let torch's generator of a GPU draw from a copy of its state in this block, and leave the state as it was.
 
-
-@cache
-def _anchor(index: int) -> tuple:
-    with torch.cuda.device(index):
-        buffer, side = torch.empty(1, device="cuda"), torch.cuda.Stream()
-        state = torch.cuda.get_rng_state(index)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            buffer.uniform_()
-            torch.cuda.synchronize()
-            graph = _draw(buffer)
-        torch.cuda.set_rng_state(state, index)
-    return graph, buffer
-
-
-def recover(device: torch.device) -> None:
-    """Let the generator draw again after a capture that failed: for torch it goes on until another one ends.
-
-    The current stream is not the default one.
+    Other threads draw from the copy too: what they draw comes again.
     """
-    _draw(_anchor(device.index)[1])
-
-
-def anchor(device: torch.device) -> None:
-    """Hold the generator's tensors at their addresses from now on. Call it before captures."""
-    _anchor(device.index)
+    global _captures_in
+    draws, before = generator(device), _captures_in
+    state = draws.graphsafe_get_state()
+    draws.graphsafe_set_state(draws.clone_state())
+    _captures_in = threading.get_ident()
+    try:
+        yield
+    finally:
+        _captures_in = before
+        draws.graphsafe_set_state(state)
 
 
 @contextlib.contextmanager
-def advanced(device: torch.device, increment: int):
-    """Fill the tensors with the current state, for a launch in this block, and advance like eager if it succeeds.
+def drawn(device: torch.device, increment: int):
+    """Give seed and offset for a launch in this block, tensors of one int64, and advance like eager if it succeeds.
 
-    increment: what the region's eager run adds to the generator's offset; with 0 nothing is done. The current stream is
-    that of the launch.
+    increment: of the offset by an eager run; with 0 there are no tensors. CaptureError while another thread captures.
     """
     if not increment:
-        yield
+        yield []
         return
+    if _captures_in not in (None, threading.get_ident()):
+        raise CaptureError("a region draws random numbers while another thread captures one: capture before")
     draws = generator(device)
-    offset = draws.get_offset()
-    _anchor(device.index)[0].replay()
-    # The replay has advanced the generator by the tiny graph's own draw.
-    draws.set_offset(offset)
-    yield
+    seed, offset = draws.initial_seed(), draws.get_offset()
+    # torch keeps a seed as uint64.
+    signed = seed - (seed >> 63 << 64)
+    yield [torch.full((1,), value, dtype=torch.int64, device=device) for value in (signed, offset)]
     draws.set_offset(offset + increment)

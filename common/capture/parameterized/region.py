@@ -1,59 +1,74 @@
 """Capture of a region: a function that is then launched on any tensors like its examples."""
 
+import threading
+import time
 from collections.abc import Collection
 
 import torch
 
-from common.capture.checks import RegionRefused, signature
+from common.capture.checks import CaptureError, RegionRefused, signature
+from common.capture.parameterized import driver, random_state
 from common.capture.parameterized.host import HostRegion
 
-# Launches that are compared with eager runs, on a GPU.
-_NUM_COMPARED = 2
+_one_capture = threading.RLock()
 
 
-def capture(fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()):
+def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritten: Collection[int] = ()):
     """Capture a region once; on a GPU explain its words and compare its first launches with eager.
 
-    On a GPU a launch is a CUDA graph whose addresses are patched: no input is copied, results and everything between
-    come from the caching allocator in each call, and the pools of the captures are dropped. On the CPU the recorded
-    operators run on the new tensors (common/capture/host_graph.py), so that the logic around it can be tested.
+    On a GPU a launch is a CUDA graph whose addresses are patched. On the CPU the recorded operators run on the new
+    tensors (common/capture/host_graph.py), so that the logic around it can be tested.
 
     Args:
-        fn: takes tensors and returns tensors in any structure. It runs a few times here on copies of the examples; what
-            it does to memory besides its arguments happens then too.
+        fn: takes tensors and returns a flat sequence of tensors and Python values. It is held, and runs a few times
+            here on copies of the examples: what it does to memory besides its arguments happens then too.
         inputs: examples on one device, strided and neither conjugated nor negated.
+        fixed: indices of inputs that are passed at few addresses. Each set of these addresses has its own executable,
+            in which they are not patched again.
         unwritten: indices of results that eager leaves unwritten.
 
     Returns:
-        the region, with `launch`, `unflatten` and `release`.
+        the region, with `launch` and `release`.
 
     Raises:
-        RegionRefused: the region cannot be launched on other memory; the message names the node and its kernel.
+        RegionRefused: the region cannot be launched on other memory.
+        CaptureError: a capture of this thread is under way.
     """
     if torch.is_inference_mode_enabled():
         # Inference tensors count no versions, by which writes to inputs are found.
         with torch.inference_mode(False), torch.no_grad():
-            return capture(fn, inputs, unwritten)
+            return capture(fn, inputs, fixed, unwritten)
     device, fn = inputs[0].device, _checked(fn)
     if device.type == "cpu":
         return HostRegion(fn, inputs)
+    driver.require()
+    with _one_capture, torch.cuda.device(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError("the capture of a region runs inside a capture: call the region once before")
+        with random_state.aside(device):
+            region = _capture(fn, inputs, device, unwritten)
+    region.fixed = sorted(fixed)
+    return region
+
+
+def _capture(fn, inputs, device, unwritten):
     from common.capture.parameterized.analysis import analyse
     from common.capture.parameterized.gpu import GpuRegion
     from common.capture.parameterized.verify import Verification
 
+    start = time.perf_counter()
     analysis = analyse(fn, inputs, device)
     try:
-        analysis.check()
         region = GpuRegion(fn, analysis, device)
         try:
-            check = Verification(region, fn, device, unwritten)
-            _prove(check, analysis, inputs)
-            region.report["inexact"] = sorted(check.inexact)
+            check = Verification(region, fn, inputs, unwritten)
+            check.prove(analysis)
         except BaseException:
             region.release()
             raise
     finally:
-        analysis.release()
+        analysis.first.release()
+    region.report |= {"inexact": sorted(check.inexact), "build_s": time.perf_counter() - start}
     return region
 
 
@@ -69,19 +84,3 @@ def _checked(fn):
         return result
 
     return run
-
-
-def _prove(check, analysis, inputs):
-    """Compare launches with eager, then those that have other words in the place of unexplained ones."""
-    check.spoil(analysis.all_bytes())
-    try:
-        for _ in range(_NUM_COMPARED):
-            check.run(inputs)
-    except RegionRefused as error:
-        if not analysis.unexplained:
-            raise
-        words = analysis.name(analysis.unexplained)
-        raise RegionRefused(
-            f"{error}; words of parameters differ between two captures and are no address: {words}"
-        ) from None
-    check.prove_unread(analysis, inputs)

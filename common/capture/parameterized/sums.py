@@ -6,10 +6,7 @@ the last hook of a layer launches all of its additions as one region.
 
 import torch
 
-from common.capture.checks import RegionRefused
 from common.capture.parameterized.backend import Region
-from common.capture.parameterized.driver import DriverError
-from common.capture.parameterized.region import capture
 
 
 class Sums:
@@ -53,27 +50,23 @@ class Sums:
     def _add(self, layer):
         tensors = [parameter.main_grad for parameter in layer] + [parameter.grad for parameter in layer]
         shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-        region = self._regions.get(shapes) or self._make(shapes, tensors)
+        region = self._regions.get(shapes)
+        if region is None:
+            region = self._regions[shapes] = Region(f"sums {len(self._regions)}")
+            # The sums stay where they are, gradients come in any memory.
+            region.capture(_add, tensors, fixed=range(len(layer)))
+            self._collect(region)
         if region.state != "parameterized" or region.launch(tensors) is None:
             _add(*tensors)
         for parameter in layer:
             parameter.grad = None
-
-    def _make(self, shapes, tensors):
-        region = self._regions[shapes] = Region(f"sums {len(self._regions)}")
-        try:
-            region.captured = capture(_add, tensors)
-            region.state = "parameterized"
-        except (RegionRefused, DriverError, torch.OutOfMemoryError) as error:
-            region.state, region.reason = "eager", str(error).splitlines()[0]
-        self._collect(region)
-        return region
 
 
 def _add(*tensors):
     half = len(tensors) // 2
     for total, gradient in zip(tensors[:half], tensors[half:], strict=True):
         total.add_(gradient)
+    return ()
 
 
 def _exchange(parameter, hooks):

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
 from common.capture.checks import RegionRefused
@@ -16,6 +15,7 @@ _POISON = 0xFF
 _MAX_NOISE = 2e-2
 # What new memory holds before two launches: bytes that keep both were not written.
 _FILLS = (0xA5, 0x5A)
+_NUM_COMPARED = 2
 _NUM_REPEATS = 4
 # Bytes before and behind an address that stands for one outside the region.
 _MARGIN = 1 << 20
@@ -29,57 +29,52 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Verification:
-    """Compares launches with eager runs, on the memory of one device.
+    """Compares launches with eager runs of the function that was captured, on copies of its inputs.
 
-    Args:
-        region: its `launch(inputs)` gives flat results and arenas; `written` lists the inputs that it writes.
-        fn: the function that was captured.
-        device: the GPU.
-        unwritten: indices of results that eager leaves unwritten; they are not compared.
+    region: its `launch(inputs, fill)` gives results and arenas. unwritten: indices of results that eager leaves
+    unwritten; they are not compared. inexact: results that eager itself does not repeat, compared by a tolerance.
     """
 
-    def __init__(self, region, fn, device: torch.device, unwritten: Collection[int] = ()):
-        self._region = region
-        self._fn = fn
-        self._device = device
-        self._unwritten = unwritten
-        # Results that eager itself does not repeat, compared by a tolerance.
+    def __init__(self, region, fn, examples: list[torch.Tensor], unwritten: Collection[int] = ()):
+        self._region, self._fn, self._examples, self._unwritten = region, fn, examples, unwritten
+        self._device = examples[0].device
+        self._draws = random_state.generator(self._device)
+        self._state = self._draws.get_state()
         self.inexact: set[str] = set()
-        self._draws = random_state.generator(device)
-        self._spoiled: list[torch.Tensor] = []
         # Memory that no launch may write, and the byte that it holds.
+        self._spoiled: list[torch.Tensor] = []
         self._watched: list[tuple[torch.Tensor, int]] = []
         # Of the launch before, held so that this one gets other addresses.
         self._before: list[torch.Tensor] = []
         self._owners: list[Any] = []
 
-    def spoil(self, memory_of: list[torch.Tensor]) -> None:
-        """Fill memory, tensors of bytes, that no launch may touch any more, and watch it."""
-        for tensor in memory_of:
+    def prove(self, analysis) -> None:
+        """Compare launches with eager runs, then launches with other words in the place of unexplained ones."""
+        ranges = (*analysis.first.segments, *analysis.first.given)
+        self._spoiled = [memory.bytes_at(address, size, self._device) for address, size in ranges if size]
+        for tensor in self._spoiled:
             tensor.fill_(_POISON)
-        self._spoiled += memory_of
+        try:
+            for _ in range(_NUM_COMPARED):
+                self.run()
+        except RegionRefused as error:
+            if not analysis.unexplained:
+                raise
+            words = f"words of parameters differ between two captures: {analysis.name(analysis.unexplained)}"
+            raise RegionRefused(f"{error}; {words}") from None
+        self.prove_unread(analysis)
 
-    def run(self, example_inputs: list[torch.Tensor]) -> None:
-        """Launch on copies of the inputs, compare with eager, then spoil this launch's memory too.
-
-        Raises:
-            RegionRefused: a result differs, or memory was touched that belongs to an earlier launch.
-        """
-        self._state = self._draws.get_state()
-        self._examples = example_inputs
+    def run(self) -> None:
+        """Launch, compare with eager, spoil the launch's memory. RegionRefused where a result or a byte differs."""
         eager = self._eager()
         offset = self._draws.get_offset()
-        self._draws.set_state(self._state)
         got, num_results, owned = self._launch(_FILLS[0])
-        if self._draws.get_offset() != offset:
-            raise RegionRefused(
-                f"the generator is at {self._draws.get_offset()} after a launch, at {offset} after eager"
-            )
+        if (at := self._draws.get_offset()) != offset:
+            raise RegionRefused(f"the generator is at {at} after a launch, at {offset} after eager")
         pairs = enumerate(zip(got, eager, strict=True))
         wrong = [index for index, pair in pairs if index not in self._unwritten and not _alike(*pair)]
         if wrong:
             self._compare(wrong, got, eager, num_results)
-        self._draws.set_state(self._state)
         for tensor in (*self._spoiled, *self._before):
             if not bool((tensor == _POISON).all()):
                 raise RegionRefused("a launch wrote to memory of an earlier one: an address was missed")
@@ -93,7 +88,7 @@ class Verification:
         """Results and inputs of an eager run from the same random state."""
         self._draws.set_state(self._state)
         inputs = [memory.clone(tensor) for tensor in self._examples]
-        return [*tree_leaves(self._fn(*inputs)), *inputs]
+        return [*self._fn(*inputs), *inputs]
 
     def _launch(self, fill) -> tuple[list[Any], int, list[torch.Tensor]]:
         """Results and inputs of a launch from the same random state, and all its memory as bytes."""
@@ -104,10 +99,7 @@ class Verification:
         return [*results, *inputs], len(results), [*arenas, *owned]
 
     def _compare(self, wrong, got, eager, num_results):
-        """Refuse unless eager leaves the bytes that differ unwritten too, or does not repeat itself there.
-
-        A missed address writes to memory that is watched, so a result that it left out is found by that.
-        """
+        """Refuse unless eager leaves the bytes that differ unwritten too, or does not repeat itself there."""
         again, _, _ = self._launch(_FILLS[1])
         others = []
         for number in range(_NUM_REPEATS):
@@ -141,42 +133,36 @@ class Verification:
                 raise RegionRefused(f"{words}, by {error:.3g} where eager differs from itself by {noise:.3g}")
             self.inexact.add(name)
 
-    def prove_unread(self, analysis, example_inputs: list[torch.Tensor]) -> None:
+    def prove_unread(self, analysis) -> None:
         """Show that no kernel reads the words that differ and are no address of the region, such as unused bytes.
 
         In a first launch they take the values of the second capture, in another one zero in the bytes that differ. A
         word that looks like an address of other memory takes the address of live memory instead, whose bytes are zero
-        in the first launch and NaN in the other: a kernel that reads there gives other results, and one that writes
-        there changes a byte. RegionRefused, which names the words, where a result or a byte changes.
+        in the first launch and NaN in the other. RegionRefused where a result or such a byte changes.
         """
         unexplained = analysis.unexplained
         if not unexplained:
             return
-        suspects = analysis.suspects
-        covered = {half.position for suspect in suspects for half in (suspect.low, suspect.high)}
-        numbers = [word for word in unexplained if word.position not in covered]
-        written = [*numbers, *(half for suspect in suspects for half in (suspect.low, suspect.high))]
+        suspects = [word for word in unexplained if word.is_suspect]
         # A lower half that both captures agree upon may be a number beside unused bytes: it stays.
-        window = _WINDOW if any(suspect.low.first == suspect.low.second for suspect in suspects) else 0
-        watched = self._watched
-        scratch = _scratch(analysis.largest() + window, self._device) if suspects else None
+        window = _WINDOW if any(_has_known_half(word) for word in suspects) else 0
+        scratch = _scratch(analysis.largest() + window if suspects else 0, self._device)
         try:
-            for fill, values in ((0, [word.second for word in numbers]), (_POISON, [word.agreed for word in numbers])):
-                if scratch is not None:
-                    self._watched = [*watched, (scratch.fill_(fill), fill)]
-                    for suspect in suspects:
-                        address = _stand_in(suspect, scratch.data_ptr() + (_MARGIN if fill else 2 * _MARGIN))
-                        values += [address & 0xFFFFFFFF, address >> 32]
-                self._region.overwrite(written, values)
-                self.run(example_inputs)
+            for fill, margin in ((0, 2 * _MARGIN), (_POISON, _MARGIN)):
+                self._watched = [(scratch.fill_(fill), fill)]
+                start = scratch.data_ptr() + margin
+                numbers = [word.agreed if fill else word.second for word in unexplained]
+                pairs = zip(unexplained, numbers, strict=True)
+                values = [_stand_in(word, start) if word.is_suspect else number for word, number in pairs]
+                self._region.overwrite(unexplained, values)
+                self.run()
         except RegionRefused as error:
             raise RegionRefused(
                 "words of parameters differ between two captures, are no address of the region and matter "
                 f"({error}): {analysis.name(unexplained)}"
             ) from error
-        finally:
-            self._watched = watched
-        self._region.overwrite(written, [word.first for word in written])
+        self._watched = []
+        self._region.overwrite(unexplained, [word.first for word in unexplained])
 
 
 def _scratch(largest, device):
@@ -184,11 +170,13 @@ def _scratch(largest, device):
     return torch.empty(largest + 3 * _MARGIN, dtype=torch.uint8, device=device)
 
 
-def _stand_in(suspect, start) -> int:
+def _has_known_half(word) -> bool:
+    return (word.first ^ word.second) % _WINDOW == 0
+
+
+def _stand_in(word, start) -> int:
     """The address for a suspect from `start` on: the first, or the first with its lower half where that is known."""
-    if suspect.low.first != suspect.low.second:
-        return start
-    return start + (suspect.low.first - start) % _WINDOW
+    return start + (word.first - start) % _WINDOW if _has_known_half(word) else start
 
 
 def _alike(value, expected) -> bool:

@@ -321,7 +321,7 @@ def fit_with_lightning():
 def parameterize_a_product():
     from common.capture.parameterized.region import capture
 
-    capture(lambda x: x @ x, [torch.ones(64, 64, device="cuda")]).release()
+    capture(lambda x: [x @ x], [torch.ones(64, 64, device="cuda")]).release()
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from common.capture.checks import CaptureError
+from common.capture.host_graph import HostPool
 from common.capture.parameterized import backend
 from common.capture.parameterized.driver import DriverError
 from common.capture.parameterized.host import HostRegion
@@ -54,7 +56,7 @@ def states():
     return [(row["region"], row["state"]) for row in rows()]
 
 
-def test_training_is_bitwise_eager_with_buffers_and_dropout_and_a_moved_parameter_is_captured_again():
+def test_training_is_bitwise_eager_with_buffers_and_dropout_and_a_parameter_that_moves():
     eager, model = build(), build()
     compiled = torch.compile(model, backend="parameterized")
     assert same(train(compiled, model.parameters(), 5), train(eager, eager.parameters(), 5))
@@ -63,7 +65,6 @@ def test_training_is_bitwise_eager_with_buffers_and_dropout_and_a_moved_paramete
     model[0].weight.data = model[0].weight.data.clone()
     assert same(train(compiled, model.parameters(), 3, seed=2), train(eager, eager.parameters(), 3, seed=2))
     assert [row["launches"] for row in rows()] == [8, 8]
-    assert collected.all[0].captures == 2
     assert same(model.state_dict().values(), eager.state_dict().values())
     assert states() == [("forward 0", "parameterized"), ("backward 0", "parameterized")]
 
@@ -94,12 +95,22 @@ def test_a_graph_that_cannot_be_captured_runs_eagerly_and_is_listed_with_the_rea
 
 
 @pytest.mark.parametrize("at", ["capture", "launch"])
-def test_a_failure_of_the_driver_leaves_a_region_eager_and_the_step_goes_on(at, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (DriverError("CUDA_ERROR_UNKNOWN"), "CUDA_ERROR_UNKNOWN"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory."),
+        (KeyError(12060), "KeyError: 12060"),
+        (AssertionError(), "AssertionError: "),
+    ],
+    ids=["driver", "memory", "pairing", "assertion"],
+)
+def test_any_failure_leaves_a_region_eager_with_its_reason_and_the_step_goes_on(at, error, reason, monkeypatch):
     eager, model = build(), build()
     compiled = torch.compile(model, backend="parameterized")
 
     def refused(*arguments):
-        raise DriverError("CUDA_ERROR_UNKNOWN")
+        raise error
 
     if at == "capture":
         monkeypatch.setattr(backend, "capture", refused)
@@ -108,12 +119,34 @@ def test_a_failure_of_the_driver_leaves_a_region_eager_and_the_step_goes_on(at, 
         train(eager, eager.parameters(), 2)
         assert [row["launches"] for row in rows()] == [2, 2]
         monkeypatch.setattr(HostRegion, "launch", refused)
-        # The capture may be beyond release as well.
-        monkeypatch.setattr(HostRegion, "release", refused)
     assert same(train(compiled, model.parameters(), 3, seed=2), train(eager, eager.parameters(), 3, seed=2))
     assert same(model.state_dict().values(), eager.state_dict().values())
-    reason = "CUDA_ERROR_UNKNOWN" if at == "capture" else "a launch failed: CUDA_ERROR_UNKNOWN"
+    reason = reason if at == "capture" else f"a launch failed: {reason}"
     assert [(row["state"], row["reason"]) for row in rows()] == [("eager", reason)] * 2
+
+
+def test_a_failure_in_the_midst_of_a_launch_is_raised_since_what_ran_must_not_run_again():
+    compiled = torch.compile(lambda x: x.add_(1) * 2, backend="parameterized")
+    x = torch.zeros(3)
+    compiled(x)
+    region = collected.all[0].captured
+    region._calls[-1].func = None
+    with pytest.raises(TypeError):
+        compiled(x)
+    # An eager run in its place would add once more.
+    assert x.tolist() == [1.0] * 3 and states() == [("inference 0", "parameterized")]
+
+
+def test_a_region_inside_a_capture_is_an_error_that_names_the_line_and_stays_as_it_is():
+    x, region = torch.ones(3), backend.Region("forward 0")
+    for state, call in (("waiting", region.capture), ("parameterized", region.capture)):
+        with pytest.raises(CaptureError, match=r" at .*:\d+ .*runs inside a capture"):
+            HostPool().capture(lambda call=call: call(lambda x: [x + 1], [x], ()))
+        assert region.state == state
+        region.capture(lambda x: [x + 1], [x], ())
+    with pytest.raises(CaptureError, match="runs inside a capture"):
+        HostPool().capture(lambda: region.launch([x]))
+    assert region.state == "parameterized" and same(region.launch([x])[0], [x + 1])
 
 
 def test_released_regions_run_eagerly_outside_of_a_collecting_block():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from common.capture.checks import RegionRefused
-from common.capture.parameterized import sums
+from common.capture.parameterized import backend, sums
 from common.capture.parameterized.driver import DriverError
 
 
@@ -44,7 +44,7 @@ def test_the_additions_of_a_layer_are_one_launch_and_the_hooks_come_back(error, 
 
     refuses = error is not None
     if refuses:
-        monkeypatch.setattr(sums, "capture", refused)
+        monkeypatch.setattr(backend, "capture", refused)
     net, regions = model(), []
     expected = passes(net)
     exchanged = sums.Sums([list(layer.parameters()) for layer in net], regions.append)

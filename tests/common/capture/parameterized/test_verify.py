@@ -9,9 +9,8 @@ import torch
 from common.capture import memory
 from common.capture.checks import RegionRefused
 from common.capture.parameterized import verify
-from common.capture.parameterized.words import Suspect, Unexplained
+from common.capture.parameterized.words import Unexplained
 
-CPU = torch.device("cpu")
 X = [torch.linspace(-1, 1, 8)]
 
 
@@ -78,9 +77,9 @@ def launched(inputs, memory_):
 
 
 def run(body, fn=doubled, times=2):
-    verification = verify.Verification(Region(body), fn, CPU)
+    verification = verify.Verification(Region(body), fn, X)
     for _ in range(times):
-        verification.run(X)
+        verification.run()
     return verification
 
 
@@ -165,9 +164,9 @@ def test_integers_that_eager_leaves_unwritten_may_be_others_and_no_written_ones(
 
 def test_what_eager_is_known_to_leave_unwritten_is_not_compared():
     verification = verify.Verification(
-        Region(lambda inputs, new: [torch.tensor(7)]), lambda x: [torch.tensor(3)], CPU, {0}
+        Region(lambda inputs, new: [torch.tensor(7)]), lambda x: [torch.tensor(3)], X, {0}
     )
-    verification.run(X)
+    verification.run()
 
 
 def test_a_python_value_that_changes_is_refused():
@@ -179,9 +178,9 @@ class WordsRegion(Region):
     """A region whose body sees its words, too: body(inputs, memory, the number, the address)."""
 
     def __init__(self, body):
-        super().__init__(lambda inputs, new: body(inputs, new, self.words[0], self.words[2] | self.words[3] << 32))
-        # A number that two captures did not agree upon, and two halves of an address that was valid once.
-        self.words = [5, 0, 0x1000, 0x7D00]
+        super().__init__(lambda inputs, new: body(inputs, new, *self.words))
+        # A number that two captures did not agree upon, and an address that was valid once.
+        self.words = [5, 0x7D00_0000_1000]
         self.seen = []
 
     def overwrite(self, unexplained, values):
@@ -190,23 +189,23 @@ class WordsRegion(Region):
         self.seen.append(list(self.words))
 
 
+def analysis_of(*unexplained):
+    return SimpleNamespace(unexplained=unexplained, largest=lambda: 64, name=lambda words: "node 3 (k)")
+
+
 def prove(body):
     region = WordsRegion(body)
-    number, low, high = (Unexplained(3, 4 * p, region.words[p], 6 + p, p) for p in (0, 2, 3))
-    analysis = SimpleNamespace(
-        unexplained=[number, low], suspects=[Suspect(low, high)], largest=lambda: 64, name=lambda words: "node 3 (k)"
-    )
-    verification = verify.Verification(region, doubled, CPU)
-    verification.prove_unread(analysis, X)
+    number, address = region.words
+    found = analysis_of(Unexplained(3, 0, number, 6, 0), Unexplained(3, 8, address, 9, 1, is_suspect=True))
+    verify.Verification(region, doubled, X).prove_unread(found)
     return region
 
 
 def test_words_that_no_kernel_reads_are_accepted_and_come_back():
     region = prove(lambda inputs, new, number, address: launched(inputs, new))
-    assert region.words == [5, 0, 0x1000, 0x7D00]
+    assert region.words == [5, 0x7D00_0000_1000]
     assert [words[0] for words in region.seen] == [6, 0, 5]
-    addresses = [words[2] | words[3] << 32 for words in region.seen]
-    assert len(set(addresses)) == 3
+    assert len({words[1] for words in region.seen}) == 3
 
 
 def reads_the_number(inputs, new, number, address):
@@ -217,10 +216,8 @@ def reads_the_number(inputs, new, number, address):
 def test_a_flag_that_shares_its_word_with_unused_bytes_keeps_its_value():
     region = WordsRegion(lambda inputs, new, number, address: launched([inputs[0] * (number & 0xFF)], new))
     region.words[0] = 0x00BBAA01
-    analysis = SimpleNamespace(
-        unexplained=[Unexplained(3, 0, region.words[0], 0x00BBCC01, 0)], suspects=[], name=lambda words: "node 3"
-    )
-    verify.Verification(region, doubled, CPU).prove_unread(analysis, X)
+    found = analysis_of(Unexplained(3, 0, region.words[0], 0x00BBCC01, 0))
+    verify.Verification(region, doubled, X).prove_unread(found)
     assert [words[0] for words in region.seen] == [0x00BBCC01, 0x00BB0001, 0x00BBAA01]
 
 
@@ -233,22 +230,19 @@ def test_a_number_beside_unused_bytes_that_look_like_half_an_address_keeps_its_v
 
     monkeypatch.setattr(verify, "_scratch", scratch)
     region = WordsRegion(lambda inputs, new, number, address: launched([inputs[0] * (address & 0xFF)], new))
-    region.words[2:] = [0x3F800001, 0x7D00]
-    low, high = Unexplained(3, 8, 0x3F800001, 0x3F800001, 2), Unexplained(3, 12, 0x7D00, 0, 3)
-    analysis = SimpleNamespace(
-        unexplained=[high], suspects=[Suspect(low, high)], largest=lambda: 64, name=lambda words: "node 3"
-    )
-    verify.Verification(region, doubled, CPU).prove_unread(analysis, X)
-    assert {words[2] for words in region.seen} == {0x3F800001} and len({words[3] for words in region.seen}) > 1
-    assert sizes == [64 + 2**32]
+    region.words[1] = 0x7D00_3F80_0001
+    found = analysis_of(Unexplained(3, 8, region.words[1], 0x3F80_0001, 1, is_suspect=True))
+    verify.Verification(region, doubled, X).prove_unread(found)
+    assert {words[1] & 0xFFFFFFFF for words in region.seen} == {0x3F800001}
+    assert len({words[1] for words in region.seen}) > 1 and sizes == [64 + 2**32]
 
 
 def test_an_address_with_a_lower_half_that_is_known_lies_in_the_window():
-    known, other = Unexplained(3, 8, 0x3F800000, 0x3F800000, 2), Unexplained(3, 8, 1, 2, 2)
+    known, other = Unexplained(3, 8, 0x7D00_3F80_0000, 0x3F80_0000, 1), Unexplained(3, 8, 1, 2, 1)
     for start in (0x7F00_0000_1000, 0x7F00_3F80_0000, 0x7F00_FFFF_F000):
-        found = verify._stand_in(Suspect(known, other), start)
+        found = verify._stand_in(known, start)
         assert found & 0xFFFFFFFF == 0x3F800000 and start <= found < start + 2**32
-        assert verify._stand_in(Suspect(other, known), start) == start
+        assert verify._stand_in(other, start) == start
 
 
 def reads_a_float(inputs, new, number, address):

@@ -12,6 +12,8 @@ Y = (0x7F00_0000_2000, 0x7F10_0000_4000, 512)
 SEGMENT = (0x7F20_0000_0000, 0x7F30_0020_0000, 1 << 21)
 NEXT = (0x7F20_0020_0000, 0x7F30_0080_0000, 1 << 21)
 ALLOCATIONS = [X, Y, SEGMENT, NEXT]
+# Memory that belongs to others.
+outside = range(0x7D00_0000_0000, 0x7D00_0001_0000)
 
 
 def find(*nodes):
@@ -19,7 +21,7 @@ def find(*nodes):
     sides = [[[(0x10 * i, pair[side]) for i, pair in enumerate(node)] for node in nodes] for side in (0, 1)]
     chunks, first = words.layout(sides[0])
     _, second = words.layout(sides[1])
-    slots, unexplained = words.explain(chunks, (first, second), ALLOCATIONS)
+    slots, unexplained = words.explain(chunks, (first, second), ALLOCATIONS, outside.__contains__)
     return first, slots, unexplained
 
 
@@ -35,18 +37,15 @@ def test_addresses_are_found_in_inputs_segments_and_structures():
     assert slots.node.tolist() == [0, 1, 1]
     assert slots.allocation.tolist() == [1, 0, 2]
     assert slots.offset.tolist() == [0, 16, 4096]
-    assert slots.width.tolist() == [8, 8, 8]
 
 
-def test_an_address_in_a_packed_structure_and_a_lower_half_are_found():
-    packed = moved("<Q", SEGMENT, 64)
-    packed = tuple(struct.pack("<I", 5) + data + struct.pack("<I", 6) for data in packed)
+def test_half_an_address_and_one_at_no_multiple_of_8_are_unexplained():
+    packed = tuple(struct.pack("<I", 5) + data + struct.pack("<I", 6) for data in moved("<Q", SEGMENT, 64))
     half = tuple(struct.pack("<II", 9, (X[side] + 40) & 0xFFFFFFFF) for side in (0, 1))
     _, slots, unexplained = find([packed], [half])
-    assert not unexplained
-    assert (slots.position % 2).tolist() == [1, 1]
-    assert slots.width.tolist() == [8, 4]
-    assert slots.offset.tolist() == [64, 40]
+    assert not slots.position.tolist()
+    assert [(word.node, word.offset) for word in unexplained] == [(0, 0), (0, 8), (1, 0)]
+    assert unexplained[-1].first == ((X[0] + 40) & 0xFFFFFFFF) << 32 | 9
 
 
 def test_the_end_of_an_allocation_is_its_own_unless_the_next_one_begins_there():
@@ -70,36 +69,24 @@ def test_the_end_of_an_allocation_is_its_own_unless_the_next_one_begins_there():
 def test_a_word_that_differs_otherwise_is_unexplained_and_named(pair):
     same = struct.pack("<Q", 1)
     _, slots, unexplained = find([(same, same)], [(same, same), pair])
-    assert len(slots) == 0
-    assert {(word.node, word.offset // 8 * 8) for word in unexplained} == {(1, 0x10)}
+    assert len(slots.position) == 0
+    assert {(word.node, word.offset) for word in unexplained} == {(1, 0x10)}
     assert unexplained[0].first != unexplained[0].second
 
 
-def test_words_that_may_be_addresses_of_other_memory_are_suspects_with_both_halves():
-    outside = range(0x7D00_0000_0000, 0x7D00_0001_0000)
+def test_words_that_may_be_addresses_of_other_memory_are_suspects():
     lower = tuple(struct.pack("<Q", outside[16 * side]) for side in (0, 1))
     first_alone = (struct.pack("<Q", outside[8]), struct.pack("<Q", 3))
     number = tuple(struct.pack("<IQ", 7, side) for side in (0, 1))
-    nodes = [[lower, number], [first_alone, moved("<Q", X, 8)]]
-    sides = [[[(0x10 * i, pair[side]) for i, pair in enumerate(node)] for node in nodes] for side in (0, 1)]
-    blobs = [words.layout(side)[1] for side in sides]
-    slots, unexplained = words.explain(words.layout(sides[0])[0], blobs, ALLOCATIONS)
-    found, tied = words.suspects(unexplained, blobs, slots, outside.__contains__)
-    assert not tied
-    assert [(s.low.node, s.low.offset, s.high.offset) for s in found] == [(0, 0, 4), (1, 0, 4)]
-    assert [(s.low.first, s.high.first, s.low.second) for s in found] == [(0, 0x7D00, 16), (8, 0x7D00, 3)]
-    assert [s.high.position - s.low.position for s in found] == [1, 1]
+    _, _, unexplained = find([lower, number], [first_alone, moved("<Q", X, 8)])
+    assert [(word.node, word.offset, word.is_suspect) for word in unexplained] == [
+        (0, 0, True), (0, 0x10, False), (1, 0, True),
+    ]  # fmt: skip
+    assert [word.second for word in unexplained] == [outside[16], 7 | 1 << 32, 3]
 
 
-def test_a_suspect_that_shares_its_word_with_a_slot_is_tied():
-    # The lower half is that of an address of the region, the upper half differs: both of other memory.
-    pair = tuple(struct.pack("<II", (X[side] + 40) & 0xFFFFFFFF, 0x7D00 + side) for side in (0, 1))
-    sides = [[[(0, pair[side])]] for side in (0, 1)]
-    chunks, first = words.layout(sides[0])
-    blobs = (first, words.layout(sides[1])[1])
-    slots, unexplained = words.explain(chunks, blobs, ALLOCATIONS)
-    assert words.suspects(unexplained, blobs, slots, lambda value: value >> 32 == 0x7D01) == ([], unexplained)
-    assert len(unexplained) == 1
+def test_the_bytes_that_agree_are_kept():
+    assert words.Unexplained(0, 0, 0x00BBAA01_00000002, 0x00BBCC01_00000003, 0).agreed == 0x00BB0001_00000000
 
 
 def test_tensors_of_a_pool_that_lay_elsewhere_and_overlap_are_told_apart_by_both_addresses():
@@ -110,7 +97,7 @@ def test_tensors_of_a_pool_that_lay_elsewhere_and_overlap_are_told_apart_by_both
     sides = [[[(0, pair[side])] for pair in pairs] for side in (0, 1)]
     chunks, first = words.layout(sides[0])
     _, second = words.layout(sides[1])
-    slots, unexplained = words.explain(chunks, (first, second), tensors)
+    slots, unexplained = words.explain(chunks, (first, second), tensors, outside.__contains__)
     assert not unexplained
     assert slots.allocation.tolist() == [0, 1, 2]
     assert slots.offset.tolist() == [8, 8, 8]
@@ -120,8 +107,8 @@ def test_patching_writes_what_a_capture_at_those_addresses_would_hold():
     def node(bases):
         return [
             struct.pack("<QQ", bases[0] + 16, bases[2] + 4096),
-            struct.pack("<IQI", 5, bases[2] + 8, 6),
-            struct.pack("<II", 9, (bases[1] + 40) & 0xFFFFFFFF),
+            struct.pack("<IIQI", 5, 7, bases[2] + 8, 6),
+            struct.pack("<Q", bases[1] + 40),
         ]
 
     captured = [[allocation[side] for allocation in ALLOCATIONS] for side in (0, 1)]
@@ -129,7 +116,7 @@ def test_patching_writes_what_a_capture_at_those_addresses_would_hold():
     nodes = [list(zip(*map(node, captured), strict=True)), [(other, other)], [moved("<Q", Y, 8)]]
     blob, slots, unexplained = find(*nodes)
     assert not unexplained
-    patcher = words.Patcher(blob, slots, len(ALLOCATIONS))
+    patcher = words.Patcher(blob, slots)
     bases = [0x7A00_1234_0000, 0x7B00_FFFF_F000, 0x7C00_0000_0000, 0]
     assert patcher.patch(bases) == [0, 2]
     _, expected = words.layout(
@@ -144,25 +131,25 @@ def test_patching_writes_what_a_capture_at_those_addresses_would_hold():
     assert patcher.patch(bases) == [0]
     bases[3] = 1
     assert patcher.patch(bases) == []
-    patcher.forget()
-    assert patcher.patch(bases) == [0, 2]
 
 
-def test_few_and_many_moved_allocations_are_patched_alike():
+def test_all_that_moved_and_nothing_else_is_patched():
     count = 30
     allocations = [(0x7F00_0000_0000 + i * 4096, 0x7F10_0100_0000 + i * 8192, 4096) for i in range(count)]
 
     def blob_at(bases):
         def parameter(node):
             address = bases[node % count] + 16 * node
-            return struct.pack("<Q", address) if node % 3 else struct.pack("<IQI", 7, address, address & 0xFFFFFFFF)
+            return struct.pack("<Q", address) if node % 3 else struct.pack("<IIQI", 7, 8, address, 9)
 
         return words.layout([[(0, parameter(node)), (32, parameter(node + 7))] for node in range(80)])
 
     chunks, blob = blob_at([first for first, _, _ in allocations])
-    slots, unexplained = words.explain(chunks, (blob, blob_at([b for _, b, _ in allocations])[1]), allocations)
-    assert not unexplained and {4, 8} == set(slots.width.tolist())
-    patcher = words.Patcher(blob, slots, count)
+    slots, unexplained = words.explain(
+        chunks, (blob, blob_at([b for _, b, _ in allocations])[1]), allocations, outside.__contains__
+    )
+    assert not unexplained
+    patcher = words.Patcher(blob, slots)
     bases = [0x7A00_0000_0000 + i * 512 for i in range(count)]
     assert patcher.patch(bases) == list(range(80))
     assert blob.tobytes() == blob_at(bases)[1].tobytes()
