@@ -273,7 +273,7 @@ def doctor_of_model(args: argparse.Namespace) -> int:
     return subprocess.run(words, cwd=ROOT, check=False).returncode
 
 
-def _require_torch(python: str, is_named: bool) -> None:
+def require_torch(python: str, is_named: bool) -> None:
     """Ask an interpreter for its versions.
 
     Raises:
@@ -333,7 +333,7 @@ def _measure(args, told: dict) -> int:
         return doctor_of_model(args)
     asked = request(args)
     os.environ[step_file.FOLDER] = os.getcwd()
-    _require_torch(launch.parse(asked).python, args.python is not None)
+    require_torch(launch.parse(asked).python, args.python is not None)
     is_left_out = args.quick and not args.doctor
     if not args.doctor:
         _check_root(asked)
