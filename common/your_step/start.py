@@ -41,15 +41,20 @@ class _Finder:
         return spec
 
 
+def install() -> None:
+    """Let this process import `_graph_worth.common`."""
+    package = ModuleType(NAME)
+    package.__path__ = [str(ROOT)]
+    sys.modules[NAME] = package
+    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+
+
 def main() -> None:
     """Run the module that the first word names as the program, with the words behind it."""
     if not sys.flags.safe_path:
         # The folder of this file.
         del sys.path[0]
-    package = ModuleType(NAME)
-    package.__path__ = [str(ROOT)]
-    sys.modules[NAME] = package
-    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+    install()
     module = sys.argv.pop(1)
     # Processes that multiprocessing spawns look at __main__, which stays this file.
     runpy.run_module(f"{NAME}.{module}", run_name="__main__")

@@ -89,6 +89,15 @@ def test_an_installed_doctor_names_the_line(installed, project):
     assert f"{path}:{line}: host read, cannot be captured" in done.stdout
 
 
+def test_an_installed_watch_looks_at_a_script(installed, project):
+    code = "import torch\nfrom common.config import width\nmodel = torch.nn.Linear(width(), 1)\n"
+    code += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(30):\n"
+    code += "    float(model(torch.ones(2, width())).sum())\n    optimizer.step()\nraise SystemExit(4)"
+    (project / "train.py").write_text(code)
+    done = installed(project, "watch", "--", sys.executable, "train.py")
+    assert done.returncode == 4 and f"{project}/train.py:6: Tensor.__float__, 1 in a step" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [

@@ -108,7 +108,9 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
     assert done.returncode == measure.NOT_MEASURED, done.stdout + done.stderr
     assert "graph_step, graph_fwd_bwd" in done.stdout.splitlines()[-1]
     (path,) = (tmp_path / "runs").rglob("*.json")
-    (own,) = judge.judged(run_file.read(path)).values()
+    run = run_file.read(path)
+    assert {"operator", "linear"} <= run.host.calls.keys()
+    (own,) = judge.judged(run).values()
     build = own.build
     assert {own.verdicts[name].parity for name in ("graph_step", "graph_fwd_bwd")} == {"bitwise"}
     # Three products of each layer but one: the first one's input needs no gradient.
