@@ -53,23 +53,28 @@ def test_a_script_as_it_is_shows_its_reads_and_shapes_and_keeps_its_status_outpu
     assert shapes.startswith("the inputs of Linear change their shapes") and shapes.endswith("[8, 4]; [9, 4]")
 
 
+SCRIPTS = [
+    ("", 0, ["nothing was seen: no optimizer of torch.optim has made a step"]),
+    ("train(30)\nos.kill(os.getpid(), signal.SIGKILL)", 137, ["the script was ended by SIGKILL", "host: none"]),
+    # The optimizer that is called least often and last ends a step.
+    ("train(30, optimizers=[first] * 5 + [second])", 0, ["of SGD", "  in it are 5 calls of AdamW", "host: none"]),
+    ("os.fork() and os.wait()\ntrain(30)", 0, ["2 processes made steps", "host: none"]),
+]
+MORE = [
+    ("train(29)", 0, ["reads on the host were not looked at in fewer than 30 steps"]),
+    ("train(3)\nsys.exit(5)", 5, [FEW]),
+    ("train(5)\nos.kill(os.getpid(), signal.SIGKILL)", 137, ["the script was ended by SIGKILL", FEW]),
+    # A child that trains is watched, and one of a parent that trains is not.
+    ("os.fork() and os.wait() or train(30)\nos._exit(0)", 0, ["a step is a call", "host: none"]),
+    ("train(15)\nos.fork() and os.wait() and train(15) or train(20)\n", 0, ["a step is a call", "host: none"]),
+    # Microbatches are one step.
+    ("train(30, micro=4)", 0, ["a step is a call of step() of AdamW", "host: none"]),
+    ("train(1, optimizers=[second])\ntrain(130)", 0, ["of AdamW", "host: none"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("code", "status", "said"),
-    [
-        ("", 0, ["nothing was seen: no optimizer of torch.optim has made a step"]),
-        ("train(29)", 0, ["reads on the host were not looked at in fewer than 30 steps"]),
-        ("train(3)\nsys.exit(5)", 5, [FEW]),
-        ("train(5)\nos.kill(os.getpid(), signal.SIGKILL)", 137, ["the script was ended by SIGKILL", FEW]),
-        ("train(30)\nos.kill(os.getpid(), signal.SIGKILL)", 137, ["the script was ended by SIGKILL", "host: none"]),
-        # A child that trains is watched, and one of a parent that trains is not.
-        ("os.fork() and os.wait() or train(30)\nos._exit(0)", 0, ["a step is a call", "host: none"]),
-        ("train(15)\nos.fork() and os.wait() and train(15) or train(20)\n", 0, ["a step is a call", "host: none"]),
-        ("os.fork() and os.wait()\ntrain(30)", 0, ["2 processes made steps", "host: none"]),
-        # Microbatches are one step, and the optimizer that is called least often and last ends it.
-        ("train(30, micro=4)", 0, ["a step is a call of step() of AdamW", "host: none"]),
-        ("train(30, optimizers=[first] * 5 + [second])", 0, ["of SGD", "  in it are 5 calls of AdamW", "host: none"]),
-        ("train(1, optimizers=[second])\ntrain(130)", 0, ["of AdamW", "host: none"]),
-    ],
+    ("code", "status", "said"), [*SCRIPTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
 )
 def test_scripts_that_train_otherwise_or_end_early(tmp_path, code, status, said):
     found, _, lines = watched(tmp_path, code)
@@ -78,6 +83,17 @@ def test_scripts_that_train_otherwise_or_end_early(tmp_path, code, status, said)
     for each in said:
         assert each in text, text
     assert ("in it are" in text) == ("in it are" in str(said)) and "2 processes" not in text.replace(said[0], "")
+
+
+def test_a_signal_is_handed_on_to_the_script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import signal, time\nprint('ready', flush=True)\ntime.sleep(60)")
+    words = [sys.executable, "-m", "benchmarks.watch", "--", sys.executable, str(path)]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 143 and "the script was ended by SIGTERM" in said
 
 
 @pytest.mark.parametrize(
