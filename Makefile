@@ -16,7 +16,7 @@ python = "$${make_PYTHON:-.venv/bin/python}"
 setup = @$(if $(make_PYTHON),:,./setup.sh)
 from_make = @$(python) -m benchmarks.from_make
 
-.PHONY: help bench measure census doctor publish sweep compare plots readme site submit test test-slow long lint format te clean
+.PHONY: help bench measure census doctor host publish sweep compare plots readme site submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -34,7 +34,7 @@ help: ## this list
 # CYCLES     ## bench, measure, census, sweep, submit: number of cycles (8; tiny: 3; census: 4), or auto: until +-0.5 %
 # MINUTES    ## bench, measure, submit: go on with cycles so long; census, sweep, submit with OVER: start nothing late
 # NGPU       ## bench, measure, doctor, sweep, submit: number of GPUs, or of ranks on the CPU (1)
-# HOST_LOAD  ## bench, measure, sweep, submit: busy processes in every second cycle (0)
+# HOST_LOAD  ## bench, measure, sweep, submit: busy processes in every second cycle (0); host: their number (cores)
 # OUT        ## bench, measure, census, sweep, submit: root of the runs (runs); compare, plots, site: what is read (results)
 # LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)
 # CONTROL    ## bench: =0 leaves out the control, the base once more as if it were a variant
@@ -69,6 +69,10 @@ census: ## eager and one graph of eight workloads in eight minutes: a host more 
 doctor: ## what stands against a graph of your own training STEP, or of MODEL's, each with file and line
 	@./setup.sh core
 	@.venv/bin/python -m benchmarks.from_make doctor || { status=$$?; [ $$status -ge 3 ] && [ $$status -le 8 ]; }
+
+host: ## microseconds of this host's operators and graph launches, quiet and beside busy processes, in ten seconds
+	$(setup) core
+	$(from_make) host
 
 publish: ## copy a sealed run file, RUN=runs/..., unchanged into results/
 	$(setup) core

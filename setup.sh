@@ -76,7 +76,8 @@ import tomllib
 
 with open("pyproject.toml", "rb") as file:
     project = tomllib.load(file)["project"]
-groups = {"core": project["dependencies"], **project["optional-dependencies"]}
+groups = {**project["optional-dependencies"]}
+groups["core"] = [*project["dependencies"], *groups.pop("suite")]
 if sys.argv[1] not in groups:
     sys.exit(f"setup: unknown name {sys.argv[1]!r}, takes some of {', '.join(groups)}")
 print("\n".join(groups[sys.argv[1]]))

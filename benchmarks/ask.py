@@ -14,6 +14,7 @@ from benchmarks.measuring.request import BuildRequest
 from benchmarks.processes import launch
 from benchmarks.processes.gpus import Gpus
 from common.config import flag_of
+from common.your_step import step_file
 
 RESULTS = ROOT / "results"
 CONTROL = script.CONTROL
@@ -191,7 +192,11 @@ def _builds_of(variant, description):
 def _build(asked, name, fields, own, has_control) -> BuildRequest:
     description, on_gpu = asked.description, bool(asked.gpus.names)
     options = [text for key, value in fields.items() for text in (flag_of(key), str(value))]
-    script_words = ["-m", f"{asked.model}.train", "--preset", asked.preset]
+    script_words = ["-m", f"{asked.model}.train"]
+    if asked.model == facts.OWN_STEP:
+        # The user's project may have packages of our names.
+        script_words = [str(ROOT / step_file.START), *script_words[1:]]
+    script_words += ["--preset", asked.preset]
     declared = {variant: _declared(variant, own, description) for variant in own}
     if has_control:
         declared[CONTROL] = {

@@ -13,7 +13,9 @@ from benchmarks import ROOT
 from common.config import Parser, checked
 from common.text import printable, printed_as_text
 
-RUNS = ROOT / "runs"
+# An installed suite lies in site-packages, where nobody looks for runs.
+IS_INSTALLED = ROOT.parent.name == "graph_worth"
+RUNS = (Path.cwd() if IS_INSTALLED else ROOT) / "runs"
 TO_SCRIPT = "What follows -- goes to the training script."
 STOPPED = "\nstopped; what was measured stays, and the same command goes on from here"
 
@@ -22,9 +24,14 @@ class Mistake(ValueError):
     """The command line asks for something impossible; the message names the choices."""
 
 
+def prog_of(module: str) -> str:
+    """Return the command that a person types: python -m benchmarks.MODULE, or graph-worth MODULE."""
+    return f"graph-worth {module}" if IS_INSTALLED else f"python -m benchmarks.{module}"
+
+
 def parser_of(module: str, description: str, epilog: str = "") -> Parser:
     """Return a parser for `python -m benchmarks.MODULE` without abbreviated flags."""
-    return Parser(prog=f"python -m benchmarks.{module}", description=description, epilog=epilog, allow_abbrev=False)
+    return Parser(prog=prog_of(module), description=description, epilog=epilog, allow_abbrev=False)
 
 
 def split_flags(argv: list[str] | None) -> tuple[list[str], list[str]]:

@@ -27,6 +27,7 @@ TARGETS = {
     "measure": (["benchmarks.measure"], MEASURE),
     "census": (["benchmarks.census"], MEASURE),
     "doctor": (["benchmarks.measure", "--doctor"], MEASURE),
+    "host": (["benchmarks.host"], MEASURE),
     "publish": (["benchmarks.publish", "RUN"], TABLES),
     "sweep": (["benchmarks.sweep"], MEASURE),
     "submit": (["benchmarks.submit"], TABLES),

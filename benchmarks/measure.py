@@ -5,6 +5,7 @@
     python -m benchmarks.measure --step my_step.py:build --doctor         what stands against a graph, with lines
     python -m benchmarks.measure --model rnnt --doctor                    the same of a model of this repository
     python -m benchmarks.measure --step my_step.py:build --python PATH    the step runs in that interpreter
+    python -m benchmarks.measure --step my_step.py:build --json           the verdict as JSON; all else on stderr
 
 docs/your_step.md shows the file. The last line is a verdict. Exit status: 0 faster, 3 same, 4 unclear, 5 wrong numbers,
 6 cannot be captured, 7 slower, 8 not measured (--quick, or a CPU); 1 where the step itself fails; 2 for a mistake on
@@ -12,8 +13,10 @@ the command line; 130 after Ctrl-C.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -45,7 +48,11 @@ WHAT = {
     "mine": "keep the capture that your file makes",
 }
 VARIANTS = ("eager", *WHAT)
-PROG = "python -m benchmarks.measure"
+NAMES = {status: word for word, status in STATUS_OF.items()}
+NAMES |= {WRONG: "wrong numbers", NO_CAPTURE: "cannot be captured", NOT_MEASURED: "not measured", 1: "failed"}
+PROG = command.prog_of("measure")
+# The doctor's own words for its program, see its main.
+PROG_OF_DOCTOR = "python -m benchmarks.measure"
 DOCTOR_LIMIT_S = 300
 # The last cycle is to end after so many seconds; audits, profiles and the last check of parity take some.
 CYCLES_END_S = 101.0
@@ -53,7 +60,17 @@ CYCLES_END_S = 101.0
 WHOLE = "graph_step,reduce_overhead"
 # Measured where the file hands one over.
 MINE = "mine"
-HAS_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
+# In the user's interpreter, which may be old: versions of Python and torch.
+VERSIONS = """
+import json, sys
+try:
+    from importlib.metadata import version
+    torch = version("torch")
+except Exception:
+    torch = ""
+print(json.dumps([list(sys.version_info[:2]), torch]))
+"""
 
 
 def parse(argv=None) -> argparse.Namespace:
@@ -64,9 +81,10 @@ def parse(argv=None) -> argparse.Namespace:
     of.add_argument("--step", metavar="FILE.py:BUILD", help="the file and its function build(device)")
     of.add_argument("--model", metavar="NAME", help=f"with --doctor: one of {', '.join(script.models())}")
     add("--preset", metavar="NAME", help="with --model: bench where a GPU is found, else tiny")
-    add("--python", metavar="PATH", help="interpreter that the step runs in; it needs torch (this one)")
+    add("--python", metavar="PATH", help="interpreter that the step runs in; it needs torch 2.6 or newer (this one)")
     add("--doctor", action="store_true", help="only say what stands against a graph of it")
     add("--quick", action="store_true", help="issue and busy of the eager step alone")
+    add("--json", action="store_true", help="print the verdict as JSON, and all else on stderr")
     add(
         "--variants",
         metavar="A,B",
@@ -193,22 +211,20 @@ def doctor(asked: Options) -> tuple[int, str, dict]:
         `common.your_step.doctor.Diagnosis`; {} where it has no answer.
     """
     launched = launch.parse(asked)
-    python = launched.python
-    if subprocess.run([python, "-c", HAS_TORCH], check=False).returncode:
-        raise Mistake(f"--python {python} has no torch")
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "findings"
         step = asked.flags[asked.flags.index("--step") + 1]
-        words = launched.command(["-m", "common.your_step.doctor", step, str(text)])
+        words = launched.command([str(ROOT / step_file.START), "common.your_step.doctor", step, str(text)])
         # Of several ranks each would print its mistake, and torchrun a page about it.
         errors = subprocess.PIPE if asked.ngpu > 1 else None
+        options: dict = {"stdout": sys.stderr if sys.stdout is sys.stderr else None, "stderr": errors, "text": True}
         try:
-            done = subprocess.run(words, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, stderr=errors, text=True)
+            done = subprocess.run(words, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, **options)
         except subprocess.TimeoutExpired:
             print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
             return 0, "", {}
         print(flush=True)
-        mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(PROG)]
+        mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(PROG_OF_DOCTOR)]
         if mistakes:
             print(mistakes[0], file=sys.stderr)
             return MISTAKE, "", {}
@@ -257,12 +273,67 @@ def doctor_of_model(args: argparse.Namespace) -> int:
     return subprocess.run(words, cwd=ROOT, check=False).returncode
 
 
+def require_torch(python: str, is_named: bool) -> None:
+    """Ask an interpreter for its versions.
+
+    Raises:
+        Mistake: it does not run, or is too old, or has no torch or one that is too old.
+    """
+    done = subprocess.run([python, "-c", VERSIONS], check=False, capture_output=True, text=True)
+    try:
+        version, torch = json.loads(done.stdout)
+    except ValueError:
+        raise Mistake(f"--python {python}: it does not run as Python does") from None
+    least = "{}.{}".format(*LEAST_TORCH)
+    numbers = re.match(r"(\d+)\.(\d+)", torch)
+    if tuple(version) < LEAST_PYTHON:
+        raise Mistake(f"--python {python} is Python {version[0]}.{version[1]}, this takes 3.11 or newer")
+    if numbers is None:
+        hint = "" if is_named else ": name the interpreter of your training, as in --python .venv/bin/python"
+        raise Mistake(f"--python {python} has no torch{hint}")
+    if tuple(map(int, numbers.groups())) < LEAST_TORCH:
+        raise Mistake(f"--python {python} has torch {torch}, this takes {least} or newer")
+
+
+def _as_json(measured: Run, path: Path, sentence: str) -> dict:
+    """The numbers behind a verdict; times in ms, the eager step's and its busy time's quotient as "at_most"."""
+    (own,) = judged(measured).values()
+    ratios = {name: own.ratio_of(name) for name in own.build.variants if own.passed(name) and name != own.base}
+    return {
+        "text": sentence,
+        "run": str(path),
+        "step_ms": own.ms(own.base),
+        "busy_ms": own.busy_ms(own.base),
+        "at_most": own.ceiling(own.base),
+        "variants": {
+            name: {"ms": own.ms(name), "ratio": found.ratio, "low": found.low, "high": found.high}
+            for name, found in ratios.items()
+            if found is not None
+        },
+    }
+
+
 def measure(args: argparse.Namespace) -> int:
-    """Measure the step that the command line names; return the exit status."""
+    """Measure the step that the command line names, print the verdict as asked, and return the exit status."""
+    if not args.json:
+        return _measure(args, {})
+    told: dict = {}
+    with contextlib.redirect_stdout(sys.stderr):
+        status = _measure(args, told)
+    if status != MISTAKE:
+        words = NAMES | ({0: "nothing stands against a graph"} if args.doctor else {})
+        print(json.dumps({"verdict": words.get(status, "failed"), "status": status, **told}))
+    return status
+
+
+def _measure(args, told: dict) -> int:
+    """The exit status; what --json says beside it goes to `told`."""
     begin_s = time.monotonic()
     if args.model is not None:
         return doctor_of_model(args)
     asked = request(args)
+    os.environ[step_file.FOLDER] = os.getcwd()
+    require_torch(launch.parse(asked).python, args.python is not None)
     is_left_out = args.quick and not args.doctor
     if not args.doctor:
         _check_root(asked)
@@ -274,6 +345,7 @@ def measure(args: argparse.Namespace) -> int:
         )
         return 1
     if args.doctor or found == MISTAKE:
+        told["text"] = said
         return found
     if found not in (0, WRONG, NO_CAPTURE):
         ended = f" (ended by {signal.Signals(-found).name})" if found < 0 else ""
@@ -295,6 +367,7 @@ def measure(args: argparse.Namespace) -> int:
         status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
     if not args.quick:
         print(run.page_line(path, said, sentence))
+    told |= _as_json(measured, path, sentence)
     print(sentence)
     return status
 

@@ -4,6 +4,7 @@ Exit status: 0; 1 where a run file could not be read, which is named.
 """
 
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -20,13 +21,17 @@ from common.text import in_markdown
 # A table for people has at most eight columns.
 TIME = ("workload", "variant", "typical ms", "issue ms", "busy ms", "reached", "kernels", "in graphs")
 OTHER = ("workload", "variant", "parity", "TFLOP/s", "J a step", "MHz", "capture s", "alone GiB")
+# Columns of the table of hosts.
+CALLS = {"operator": "operator us", "linear": "linear layer us", "graph": "graph launch us"}
 
 
 def page_of(found: runs.Found, page: Path) -> str:
     """The text of overview.md."""
     hosts = len({run.host.boot for _, run in found.runs})
     machines = runs.of_machines(found.rows)
-    names = ["Best rows", *machines, "Step / busy as a ceiling", *(["Left out"] if found.faults else [])]
+    hosts_table = _hosts(found)
+    names = ["Best rows", *machines, "Step / busy as a ceiling"]
+    names += [*(["Hosts"] if hosts_table else []), *(["Left out"] if found.faults else [])]
     parts = [
         "# All runs",
         f"{runs.counted(len(found.runs), 'run')} on {runs.counted(hosts, 'host')}. "
@@ -54,9 +59,30 @@ def page_of(found: runs.Found, page: Path) -> str:
     if missed:
         parts.append("Graphs that stayed more than 5 % below it. A GPU that does not wait for its host clocks lower:")
         parts.append(tables.as_list(missed))
+    if hosts_table:
+        text = "The host's time in one call, quiet: us at the 50th (99th) percentile, the median of the host's runs."
+        parts += ["## Hosts", f"{text} [The calls](../docs/your_step.md#your-host).", hosts_table]
     if found.faults:
         parts += ["## Left out", tables.as_list(found.faults)]
     return "\n\n".join(parts) + "\n"
+
+
+def _hosts(found: runs.Found) -> str:
+    """The table of hosts whose runs have the times of single calls; "" without any."""
+    by_boot: dict[str | None, list] = {}
+    for _, run in found.runs:
+        if run.host.calls:
+            by_boot.setdefault(run.host.boot, []).append(run.host)
+    lines = []
+    for hosts in by_boot.values():
+        gpus = ", ".join(sorted({gpu.name for host in hosts for gpu in host.gpus})) or "none"
+        cells = [in_markdown(hosts[0].cpu or ""), in_markdown(gpus), str(len(hosts))]
+        for name in CALLS:
+            own = [host.calls[name] for host in hosts if name in host.calls]
+            p50, p99 = ([getattr(each, key) for each in own] for key in ("p50_us", "p99_us"))
+            cells.append(f"{statistics.median(p50):.1f} ({statistics.median(p99):.1f})" if own else "")
+        lines.append(cells)
+    return tables.markdown(["CPU", "GPU", "runs", *CALLS.values()], sorted(lines)) if lines else ""
 
 
 def _anchor(heading: str) -> str:

@@ -149,7 +149,7 @@ def main(argv=None) -> int:
         print(command.shown(write(args.run, args.out).absolute()))
         return 0
 
-    return command.exit_status("python -m benchmarks.report", work)
+    return command.exit_status(parser.prog, work)
 
 
 if __name__ == "__main__":

@@ -247,8 +247,10 @@ def _measure_one(asked, args) -> tuple[Run, Path | None]:
     """Measure and seal one model's run; where nothing could be timed there is no file."""
     start, gpus = time.monotonic(), asked.gpus
     where = f"{gpus.names[0]} x{asked.ranks}" if gpus.names else f"CPU ({os.cpu_count()} cores)"
-    flags = "" if asked.model == OWN_STEP else " ".join(asked.flags)
-    _say("  ".join(filter(None, [asked.name, where, f"torch {asked.host['env']['torch']}", flags])))
+    is_own, torch = asked.model == OWN_STEP, asked.host["env"]["torch"]
+    # A step of somebody's own may run in an interpreter with another torch.
+    words = [] if is_own else [f"torch {torch}", " ".join(asked.flags)]
+    _say("  ".join(filter(None, [asked.name, where, *words])))
     facts = open_run(asked, args)
     log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
     measure_run(asked, args, facts, log)

@@ -38,6 +38,8 @@ from common.config import Arguments, Timing, needs, option
 
 __all__ = ["Timing", "Training", "needs", "option", "parse", "variant"]
 KINDS = ("eager", "graph", "compile")
+# The package that holds `common` where common/your_step/start.py started the program.
+PREFIX = __name__.removesuffix("common.contract")
 # A number, None for "at least one, known only after the capture", or a function of the config that returns one.
 Count = int | None | Callable
 
@@ -239,7 +241,7 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
 
 def path_of(module: str) -> Path:
     """Return the file of a module, without importing it."""
-    spec = importlib.util.find_spec(module)
+    spec = importlib.util.find_spec(PREFIX + module)
     if spec is None or spec.origin is None:
         raise ValueError(f"there is no {module.replace('.', '/')}.py")
     return Path(spec.origin)
@@ -305,6 +307,8 @@ def parse(
 
 def _alias_main(model):
     """Let other files of the model import from train.py, which runs as __main__: there is one module of it."""
+    if PREFIX:
+        return
     main = sys.modules["__main__"]
     started = getattr(getattr(main, "__spec__", None), "name", None)
     if started != f"{model}.train":

@@ -100,7 +100,7 @@ class Model:
 
     def _find(self, name):
         for module in self.declared[name].modules:
-            for each in variants_of(importlib.import_module(module)):
+            for each in variants_of(importlib.import_module(contract.PREFIX + module)):
                 if each.name == name and (each.when is None or each.when(self.config)):
                     return each
         return None

@@ -354,8 +354,20 @@ class Gpu(Struct, kw_only=True):
     uuid: Name | None = None
 
 
+class Latency(Struct, kw_only=True):
+    """Percentiles of the host's time in a call."""
+
+    p50_us: Amount
+    p99_us: Amount
+
+
 class Host(Struct, kw_only=True):
-    """The machine. `boot` names it until it starts again."""
+    """The machine.
+
+    Attributes:
+        boot: names it until it starts again.
+        calls: of `common.machine.host_pace.calls_us`; older files have none.
+    """
 
     boot: Name | None = None
     host: Text | None = None
@@ -364,6 +376,7 @@ class Host(Struct, kw_only=True):
     gpus: list[Gpu] = field(default_factory=list)
     operator_us: Amount | None = None
     launch_us: Amount | None = None
+    calls: dict[Name, Latency] = field(default_factory=dict)
     driver: Name | None = None
     variables: dict = field(default_factory=dict)
     slurm: dict = field(default_factory=dict)

@@ -22,9 +22,9 @@ GONE = "reads a tensor that is gone: its memory was freed after the capture"
 MOVED = "reads a tensor whose memory moved after the capture"
 
 # Seen as calls of the Python API, before or instead of an operator.
-_CONVERSIONS = ("item", "__bool__", "__int__", "__index__", "__float__", "__complex__", "__format__")
+CONVERSIONS = ("item", "__bool__", "__int__", "__index__", "__float__", "__complex__", "__format__")
 FORBIDDEN_FUNCTIONS = {
-    **{getattr(torch.Tensor, name): (f"Tensor.{name}", READS) for name in _CONVERSIONS},
+    **{getattr(torch.Tensor, name): (f"Tensor.{name}", READS) for name in CONVERSIONS},
     torch.equal: ("torch.equal", READS),
     torch.allclose: ("torch.allclose", READS),
 }

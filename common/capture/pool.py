@@ -154,7 +154,8 @@ class Pool:
         """The allocator's segments in which the graphs have their memory."""
         graphs = [graph.graph for graph in self.graphs if isinstance(graph, CudaGraph)]
         handles = {graph.pool() for graph in graphs if graph is not None}
-        return [segment for handle in handles for segment in torch.cuda.memory.memory_snapshot(mempool_id=handle)]
+        # torch 2.6 takes no mempool_id.
+        return [each for each in torch.cuda.memory.memory_snapshot() if each["segment_pool_id"] in handles]
 
     def release(self) -> None:
         """Drop the graphs and their memory. Needed before a process group ends: graphs hold its resources."""
@@ -201,7 +202,9 @@ class CudaGraph:
     def capture(self, fn, pool_handle, generators=()):
         """Record fn() on the current stream into memory of the pool, and return what it returned."""
         assert torch.cuda.current_stream() != torch.cuda.default_stream(), "captures need a side stream"
-        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # torch 2.6 keeps no graph, and instantiates it at the end of the capture.
+        keeps = hasattr(torch.cuda.CUDAGraph, "instantiate")
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True) if keeps else torch.cuda.CUDAGraph()
         for generator in generators:
             self.graph.register_generator_state(generator)
         torch.cuda.synchronize()
@@ -228,7 +231,8 @@ class CudaGraph:
         finally:
             if gc_was_on:
                 gc.enable()
-        self.graph.instantiate()
+        if keeps:
+            self.graph.instantiate()
         return result
 
     def replay(self) -> None:

@@ -6,6 +6,7 @@ same on every device.
 """
 
 import hashlib
+from array import array
 
 import torch
 
@@ -61,17 +62,17 @@ class StateHasher:
         """Hash the tensors as they are now, after a step, in the order of the current stream."""
         self._steps.append(torch.stack([tensor_hash(tensor) for tensor in self.tensors]))
 
-    def hashes(self):
-        """uint64 array [steps, tensors]."""
-        return torch.stack(self._steps).cpu().numpy().view("uint64")
+    def hashes(self) -> torch.Tensor:
+        """int64 tensor [steps, tensors] on the CPU."""
+        return torch.stack(self._steps).cpu()
 
     def digests(self) -> list[str]:
         """Return 16 hex digits for each step, over the hashes of all tensors on all ranks; every rank calls it."""
-        every = of_all_ranks([row.tobytes() for row in self.hashes()])
+        every = of_all_ranks([array("q", row).tobytes() for row in self.hashes().tolist()])
         return [hashlib.sha256(b"".join(at_once)).hexdigest()[:16] for at_once in zip(*every, strict=True)]
 
     def unmoved(self) -> list[str]:
         """Names of the tensors whose bits are the same after every step."""
         hashes = self.hashes()
-        still = (hashes == hashes[:1]).all(axis=0)
-        return [name for name, is_still in zip(self.names, still, strict=True) if is_still]
+        still = (hashes == hashes[:1]).all(dim=0)
+        return [name for name, is_still in zip(self.names, still.tolist(), strict=True) if is_still]

@@ -11,7 +11,7 @@ import math
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,24 +47,34 @@ def profile(run_steps, num_steps: int, num_heat_steps: int) -> Profile:
     run_steps(n) issues n steps. num_heat_steps of them, two at least, are not in the profile: power and clock are to be
     those of timed steps, and a GPU that rested while the profiler was prepared runs faster for a while.
     """
+    found = Profile()
+    with contextlib.closing(profiled(found, num_steps, num_heat_steps)) as steps:
+        for _ in steps:
+            run_steps(1)
+    return found
+
+
+def profiled(found: Profile, num_steps: int, num_heat_steps: int) -> Generator[None]:
+    """Fill a profile, see `profile`; whoever iterates makes a step at each turn."""
     import torch
 
-    found = Profile()
     # What torch.profiler.profile wraps, which besides imports torch's compiler and, with acc_events, makes objects of
     # its own of every event: seconds of each process. Preparing and starting apart, as it does, lets the first steps
     # under the profiler, which are slower, go by.
     profiler = torch.autograd.profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True)
     profiler._prepare_trace()
-    run_steps(max(num_heat_steps, 2))
+    for _ in range(max(num_heat_steps, 2)):
+        yield
     torch.cuda.synchronize()
     profiler._start_trace()
     try:
         torch.cuda.synchronize()
         synced_ns = time.time_ns()
         found.start_s = time.monotonic()
-        run_steps(num_steps - 1)
+        for _ in range(num_steps - 1):
+            yield
         torch.cuda.current_stream().query()
-        run_steps(1)
+        yield
         torch.cuda.synchronize()
         found.end_s = time.monotonic()
     finally:
@@ -72,7 +82,6 @@ def profile(run_steps, num_steps: int, num_heat_steps: int) -> Profile:
     results = profiler.kineto_results
     assert results is not None, "the profiler has just ended"
     found.events = chrome_events(results.events(), synced_ns)
-    return found
 
 
 def chrome_events(events, origin_ns: int) -> list[dict]:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from common.capture.pool import CaptureError, Pool
 from common.measuring import torch_settings
-from common.your_step import user_file
+from common.your_step import step_file, user_file
 from common.your_step.errors import explained
 from common.your_step.parts import Call, first_calls, tensors_in
 from common.your_step.state import StepState
@@ -196,7 +196,7 @@ def _of_children(step: str, path: Path) -> tuple[dict[str, str | None], str]:
     """(results, last words) of child processes, each of which goes on behind the failure of the one before."""
     end_s, said = time.monotonic() + LIMIT_S, f"no answer in {LIMIT_S:g} s"
     for _ in range(MOST_CHILDREN):
-        words = [sys.executable, "-m", "common.your_step.bisect", step, str(path)]
+        words = [sys.executable, str(ROOT / step_file.START), "common.your_step.bisect", step, str(path)]
         before = path.stat().st_size if path.is_file() else 0
         try:
             left_s = max(1.0, end_s - time.monotonic())

@@ -39,7 +39,7 @@ class StepState:
 
     def __init__(self, text: str, device: torch.device, prog: str):
         self.text, self.device = text, device
-        self.path = step_file.split(text)[0]
+        self.path = step_file.split(text)[0].resolve()
         with user_file.watchdog(prog):
             handed = user_file.load(text, device)
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned

@@ -8,6 +8,10 @@ from pathlib import Path
 
 MOST_FILES = 500
 FORM = "FILE.py:FUNCTION, as in my_step.py:build"
+# The program of a worker, from the root of the repository.
+START = "common/your_step/start.py"
+# Environment variable: the folder in which the user's command runs, where relative paths of the step start.
+FOLDER = "GRAPH_WORTH_FOLDER"
 
 
 def split(text: str) -> tuple[Path, str]:

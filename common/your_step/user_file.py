@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from common.your_step.parts import tensors_in
-from common.your_step.step_file import split
+from common.your_step.step_file import FOLDER, split
 
 FIRST_STEP_LIMIT_S = 60.0
 # Variables of torchrun, and what torch says where they or a process group are not there.
@@ -39,13 +39,15 @@ class Handed:
 def load(text: str, device: torch.device) -> Handed:
     """Import the file of FILE.py:FUNCTION, call its function and check what it returns.
 
+    The folder in which the user's command runs is the current one from then on, and is on sys.path behind the file's.
+
     Raises:
         ValueError: the file, the function or what it returns cannot be used; the text says why.
     """
     path, name = split(text)
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    path = path.resolve()
+    os.chdir(os.environ.get(FOLDER, "."))
+    sys.path[:0] = [each for each in dict.fromkeys([str(path.parent), os.getcwd()]) if each not in sys.path]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)

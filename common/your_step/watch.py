@@ -46,6 +46,8 @@ KINDS = {
 
 def _calls_of_gpu() -> list:
     """(owner, name, reason) of the calls that only a GPU knows, beside those of host graphs."""
+    if not torch.cuda.is_available():
+        return []
     stream, event = torch.cuda.Stream, torch.cuda.Event
     return [
         (torch.cuda, "synchronize", WAITS),
@@ -124,27 +126,47 @@ def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
     A step that asks whether the current stream captures gets `is_capturing`.
     """
     watcher = _Watcher()
-    has_gpu = torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
-        for owner, name, reason in rules.PATCHED + (_calls_of_gpu() if has_gpu else []):
-            note = watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason)
-            stack.enter_context(mock.patch.object(owner, name, note))
+        stack.enter_context(_noting_calls(watcher, rules.PATCHED + _calls_of_gpu()))
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
         for owner, name in ((threading.Thread, "start"), (concurrent.futures.ThreadPoolExecutor, "submit")):
             stack.enter_context(mock.patch.object(owner, name, watcher.starting(getattr(owner, name))))
         stack.enter_context(watcher.streams)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("always")
-        warnings.showwarning = watcher.warned
-        if has_gpu:
-            torch.cuda.set_sync_debug_mode("warn")
-            stack.callback(torch.cuda.set_sync_debug_mode, "default")
         stack.enter_context(marks.opening_sections(watcher.section))
         stack.enter_context(hooked(named_parts(modules), watcher.left, watcher.stack.append))
         with _Functions(watcher), _Operators(watcher):
             step(batch)
     watcher.found.unjoined = watcher.streams.unjoined()
     return watcher.found
+
+
+@contextlib.contextmanager
+def _noting_calls(watcher, patched):
+    """Within it, calls and the warnings of torch's synchronisations are noted. patched: as those of host graphs."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, reason in patched:
+            note = watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason)
+            stack.enter_context(mock.patch.object(owner, name, note))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        warnings.showwarning = watcher.warned
+        if torch.cuda.is_available():
+            stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+            torch.cuda.set_sync_debug_mode("warn")
+        yield
+
+
+@contextlib.contextmanager
+def reads_noted():
+    """Yield a record of the calls within it that read on the host; it needs no function of the step, and no mode.
+
+    So it may begin in one call and end in another, and no compiled code is compiled again.
+    """
+    watcher = _Watcher()
+    patched = rules.PATCHED + _calls_of_gpu() + [(torch.Tensor, name, rules.READS) for name in rules.CONVERSIONS]
+    patched += [(torch, name, rules.READS) for name in ("equal", "allclose")]
+    with _noting_calls(watcher, [each for each in patched if each[2] in (rules.READS, WAITS)]):
+        yield watcher.found
 
 
 class _Watcher:

@@ -1,6 +1,8 @@
 """make measure: the verdict on a run, and a step from its file to a verdict on the CPU."""
 
 import errno
+import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -106,7 +108,9 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
     assert done.returncode == measure.NOT_MEASURED, done.stdout + done.stderr
     assert "graph_step, graph_fwd_bwd" in done.stdout.splitlines()[-1]
     (path,) = (tmp_path / "runs").rglob("*.json")
-    (own,) = judge.judged(run_file.read(path)).values()
+    run = run_file.read(path)
+    assert {"operator", "linear"} <= run.host.calls.keys()
+    (own,) = judge.judged(run).values()
     build = own.build
     assert {own.verdicts[name].parity for name in ("graph_step", "graph_fwd_bwd")} == {"bitwise"}
     # Three products of each layer but one: the first one's input needs no gradient.
@@ -332,10 +336,42 @@ def test_a_variant_that_nobody_has_is_refused_before_anything_runs(tmp_path, cap
     assert "takes some of eager, graph_step" in said.err and not said.out
 
 
-def test_an_interpreter_without_torch_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ('[[3, 12], ""]', " has no torch"),
+        ('[[3, 12], "2.5.1+cu124"]', " has torch 2.5.1+cu124, this takes 2.6 or newer"),
+        ('[[3, 10], "2.9.0"]', " is Python 3.10, this takes 3.11 or newer"),
+        ("", ": it does not run as Python does"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--quick"], ["--doctor"], ["--json"]])
+def test_an_interpreter_that_cannot_run_a_step_is_refused_in_one_line(tmp_path, capsys, answer, said, more):
     (tmp_path / "my_step.py").write_text(STEP)
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 1\n")
+    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
     python.chmod(0o755)
-    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--python", str(python)]) == 2
-    assert capsys.readouterr().err.strip().endswith(f"--python {python} has no torch")
+    words = ["--step", str(tmp_path / "my_step.py"), "--out", str(tmp_path), "--python", str(python)]
+    assert measure.main([*words, *more]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"python -m benchmarks.measure: --python {python}{said}\n" and not printed.out
+
+
+def test_versions_are_those_of_the_interpreter():
+    done = subprocess.run([sys.executable, "-c", measure.VERSIONS], capture_output=True, text=True)
+    assert json.loads(done.stdout) == [list(sys.version_info[:2]), importlib.metadata.version("torch")]
+
+
+def test_json_holds_the_verdict_and_its_numbers_and_nothing_else_is_printed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.setattr(measure, "doctor", lambda asked: print("the doctor's words") or (0, "", {}))
+    monkeypatch.setattr(measure.run, "measured", lambda asked: ([(made_run(ms={"graph_layer": 8.0}), tmp_path)], False))
+    monkeypatch.setattr(measure.run, "page_line", lambda *_: "a page")
+    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--json"]) == measure.FASTER
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert (told["verdict"], told["status"], told["run"]) == ("faster", measure.FASTER, str(tmp_path))
+    graph = told["variants"]["graph_layer"]
+    assert (graph["ms"], graph["ratio"]) == pytest.approx((8.0, told["step_ms"] / 8.0))
+    assert graph["low"] <= graph["ratio"] <= graph["high"]
+    assert told["text"].startswith("Faster") and "the doctor's words" in printed.err

@@ -1,7 +1,5 @@
 """Steps of a variant, followed from the seeded start: what it trained, to compare with eager bit for bit."""
 
-import numpy
-
 from common.measuring.state_hash import StateHasher
 
 
@@ -18,7 +16,7 @@ def follow(state, step, count):
 def difference(ours, eager, state) -> str:
     """In words, where two results of `follow` differ bit for bit first; "" where they do not."""
     names = [name for name, _ in state.named_state()]
-    differ = numpy.argwhere(ours[2] != eager[2])
+    differ = (ours[2] != eager[2]).nonzero().tolist()
     if len(differ):
         return f"step {differ[0][0]}: {names[differ[0][1]]}"
     return "" if ours[:2] == eager[:2] else f"losses {ours[0]} {eager[0]}, norms {ours[1]} {eager[1]}"

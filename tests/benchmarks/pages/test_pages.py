@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import ROOT, measure, overview, runs
 from benchmarks.files import run_file
-from benchmarks.files.facts import OWN_STEP, Raised, stem
+from benchmarks.files.facts import OWN_STEP, Latency, Raised, stem
 from benchmarks.pages import headlines, readme, run_table, tables
 from tests.helpers.made_run import made_run, put, write
 
@@ -239,6 +239,21 @@ def test_the_overview_hides_nothing(tmp_path):
     text = overview.page_of(runs.read(tmp_path), tmp_path / "overview.md")
     assert "graph_x: unsupported (needs a GPU)" in text and "bad.json: no whole JSON" in text
     assert all(line.count("|") <= len(tables.WIDE) + 3 for line in text.splitlines())
+
+
+def test_the_overview_has_a_table_of_hosts_whose_runs_timed_calls(tmp_path):
+    def page(*runs_of):
+        for number, (boot, calls) in enumerate(runs_of):
+            run = made_run(boot=boot, id=f"20261125T10150{number}Z-a7d396c1")
+            run.host.cpu, run.host.calls = f"CPU {boot}", calls
+            write(run, tmp_path / "results" / "h200x1/gpt3-bench")
+        return overview.page_of(runs.read(tmp_path / "results"), tmp_path / "results" / "overview.md")
+
+    assert "## Hosts" not in page(("a", {}))
+    first, second = ({"operator": Latency(p50_us=value, p99_us=3 * value)} for value in (2.0, 4.0))
+    text = page(("a", {}), ("b", first), ("b", second))
+    assert "- [Hosts](#hosts)" in text and "| CPU b | NVIDIA H200 | 2 | 3.0 (9.0) |  |  |" in text
+    assert "| CPU a |" not in text
 
 
 def test_nvidias_rules_count_the_graphs_of_steps_that_wait(tmp_path):

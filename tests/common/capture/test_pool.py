@@ -266,8 +266,9 @@ def test_adopt_counts_the_replays_of_graphs_that_others_capture(cuda):
 
 
 def test_bytes_on_cuda_counts_each_memory_pool_once(cuda, monkeypatch):
-    segments = {(0, 1): [{"total_size": 2 << 20}, {"total_size": 20 << 20}], (7, 7): [{"total_size": 1 << 20}]}
-    monkeypatch.setattr(torch.cuda.memory, "memory_snapshot", lambda mempool_id: segments[mempool_id])
+    sizes = [((0, 1), 2), ((0, 1), 20), ((7, 7), 1), ((0, 0), 400)]
+    segments = [{"segment_pool_id": handle, "total_size": size << 20} for handle, size in sizes]
+    monkeypatch.setattr(torch.cuda.memory, "memory_snapshot", lambda: segments)
     pool = Pool(cuda[0])
     pool.capture(lambda: None)
     pool.capture(lambda: None)
@@ -276,6 +277,14 @@ def test_bytes_on_cuda_counts_each_memory_pool_once(cuda, monkeypatch):
         foreign.capture_begin(pool=(7, 7))
         foreign.capture_end()
     assert pool.bytes() == 23 << 20
+
+
+def test_a_torch_that_keeps_no_graph_instantiates_it_itself(cuda, monkeypatch):
+    device, log = cuda
+    monkeypatch.delattr(FakeGraph, "instantiate")
+    graph, _ = Pool(device).capture(lambda: None)
+    graph.replay()
+    assert log[-2:] == ["clear workspaces", "replay"] and not graph.graph.kept
 
 
 # --- workspaces of cuBLAS

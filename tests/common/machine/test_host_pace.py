@@ -10,6 +10,22 @@ def test_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = probe.pace_of_host()
     assert 0.05 < found["operator_us"] < 200 and found["launch_us"] is None
+    assert found["calls"].keys() == {"operator", "linear"}
+
+
+def test_calls_draw_no_random_numbers_and_leave_torch_as_it_was():
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    probe.calls_us(0.0)
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+
+
+def test_percentiles_are_those_of_single_calls_without_the_first_burst_and_without_draining(monkeypatch):
+    clock = Clock([900, *range(1, 101)])
+    monkeypatch.setattr(probe, "BURST", probe.CALLS_BURST)
+    monkeypatch.setattr(probe, "time", clock)
+    # A second passes in each drain.
+    assert probe.percentiles_us(clock.issue, clock.drain, 100.5) == {"p50_us": 50.5, "p99_us": 99.01}
+    assert clock.num_drained == 101
 
 
 class Clock:
@@ -54,3 +70,5 @@ def test_it_is_the_median_of_bursts_without_the_first_and_without_draining(monke
 def test_on_a_gpu():
     found = probe.pace_of_host()
     assert 0.3 < found["launch_us"] < found["operator_us"] < 100 and probe.BURST < 1024
+    times = {name: each["p50_us"] for name, each in found["calls"].items()}
+    assert 0.3 < times["operator"] < times["linear"] and 0.3 < times["graph"] < times["linear"]

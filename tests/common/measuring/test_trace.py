@@ -167,7 +167,7 @@ def test_a_profile_holds_the_asked_steps_alone_and_marks_the_last(monkeypatch):
             torch.ones(3).sin()
 
     found = trace.profile(run_steps, 4, 6)
-    assert order == [6, 3, "mark", 1]
+    assert order == [1] * 9 + ["mark", 1]
     sines = [event for event in found.events if event["name"] == "aten::sin"]
     assert len(sines) == 4
     assert all(0 <= event["ts"] <= (found.end_s - found.start_s) * 1e6 + 1000 for event in sines)

@@ -40,6 +40,7 @@ def current(monkeypatch):
         "Event": Event,
         "current_stream": lambda *device: found[0],
         "is_available": lambda: True,
+        "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None,
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda *device: None,

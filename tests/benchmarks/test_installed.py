@@ -1,0 +1,130 @@
+"""The wheel, unpacked and started as the command graph-worth, beside a project with packages of our names."""
+
+import ast
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from benchmarks import ROOT, measure
+from common.your_step import step_file
+
+# The launcher's environment has no torch.
+LAUNCHER = "import sys; sys.modules['torch'] = None; import graph_worth; sys.exit(graph_worth.main())"
+PROJECT = {
+    "common/__init__.py": "WIDTH = 8",
+    "common/config.py": "from common import WIDTH\ndef width(): return WIDTH",
+    "tests/__init__.py": "SCALE = 1.0",
+    "benchmarks/__init__.py": "RATE = 0.1",
+    "data/rows.txt": "16",
+    "steps/my_step.py": """
+import torch
+from benchmarks import RATE
+from common.config import width
+from tests import SCALE
+
+def build(device):
+    torch.manual_seed(0)
+    rows = int(open("data/rows.txt").read())
+    model = torch.nn.Linear(width(), width()).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, fused=True)
+    def step(batch):
+        import common.config
+        optimizer.zero_grad()
+        loss = model(batch.to(device)).square().mean() * SCALE * common.config.width()
+        loss.backward()
+        optimizer.step()
+        return loss
+    return step, [torch.randn(rows, width()) for _ in range(2)], [model, optimizer]
+""",
+}
+
+
+@pytest.fixture
+def project(tmp_path):
+    for name, text in PROJECT.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder / "site")
+    # Nothing else of the wheel can be imported by a user's program.
+    assert {path.name for path in (folder / "site").iterdir() if path.suffix != ".dist-info"} == {"graph_worth"}
+
+    def run(where, *words):
+        code = f"import sys; sys.path.insert(0, {str(folder / 'site')!r}); {LAUNCHER}"
+        return subprocess.run(
+            [sys.executable, "-c", code, *words], cwd=where, capture_output=True, text=True, timeout=300
+        )
+
+    return run
+
+
+def test_an_installed_command_measures_a_step_beside_packages_of_our_names(installed, project):
+    done = installed(project, "measure", "steps/my_step.py:build", "--python", sys.executable, "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == told["status"] == measure.NOT_MEASURED, done.stderr
+    assert told["verdict"] == "not measured" and {"graph_step", "graph_fwd_bwd"} <= told["variants"].keys()
+    assert list((project / "runs").rglob("*.json")) == [type(project)(told["run"])]
+    page = installed(project, "report", told["run"])
+    assert page.returncode == 0 and (project / page.stdout.strip()).is_file()
+
+
+def test_an_installed_doctor_names_the_line(installed, project):
+    path = project / "steps" / "my_step.py"
+    path.write_text(path.read_text().replace("return loss", "return loss.item()"))
+    done = installed(project, "doctor", "steps/my_step.py:build", "--python", sys.executable)
+    assert done.returncode == measure.NO_CAPTURE, done.stderr
+    line = path.read_text().splitlines().index("        return loss.item()") + 1
+    assert f"{path}:{line}: host read, cannot be captured" in done.stdout
+
+
+def test_an_installed_watch_looks_at_a_script(installed, project):
+    code = "import torch\nfrom common.config import width\nmodel = torch.nn.Linear(width(), 1)\n"
+    code += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(30):\n"
+    code += "    float(model(torch.ones(2, width())).sum())\n    optimizer.step()\nraise SystemExit(4)"
+    (project / "train.py").write_text(code)
+    done = installed(project, "watch", "--", sys.executable, "train.py")
+    assert done.returncode == 4 and f"{project}/train.py:6: Tensor.__float__, 1 in a step" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["nope"], 2, "graph-worth: takes one of measure, doctor"),
+        (["measure", "nowhere.py"], 2, "graph-worth measure: --step nowhere.py: there is no file"),
+        (["report", "nowhere.json"], 2, "graph-worth report: nowhere.json"),
+        (["--help"], 0, ""),
+    ],
+)
+def test_a_mistake_is_one_line(installed, project, words, status, said):
+    done = installed(project, *words)
+    assert done.returncode == status and done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)
+    assert ("graph-worth measure my_step.py:build" in done.stdout) == (words == ["--help"])
+
+
+def test_a_clone_leaves_the_names_free_too(project):
+    words = [sys.executable, str(ROOT / step_file.START), "common.your_step.doctor", "steps/my_step.py:build"]
+    done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Nothing stands against a graph" in done.stdout, done.stderr
+
+
+def test_common_imports_itself_in_the_form_that_start_reads():
+    for path in (ROOT / "common").rglob("*.py"):
+        names = [
+            each.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import)
+            for each in node.names
+        ]
+        assert not [name for name in names if name.split(".")[0] == "common"], path
