@@ -88,6 +88,7 @@ def reason_against(func, args, kwargs) -> str | None:
 # contextlib runs torch's context managers.
 _INVISIBLE = (
     os.path.dirname(__file__) + os.sep + "host_graph",
+    os.path.dirname(__file__) + os.sep + "dispatch_modes",
     os.path.join(os.path.dirname(__file__), "parameterized") + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "your_step") + os.sep,
     contextlib.__file__,

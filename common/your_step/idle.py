@@ -18,7 +18,7 @@ import torch
 from common.measuring.trace import GPU_WORK, HOST_CALLS, correlation_of
 from common.your_step.parts import hooked, is_inside, named_parts
 
-_MODULE, _STEP = "module ", "whole step"
+MODULE, _STEP = "module ", "whole step"
 _NODE = "autograd::engine::evaluate_function"
 
 
@@ -49,17 +49,8 @@ def profiled(state) -> list[dict]:
     kinds = torch.profiler.ProfilerActivity
     on_gpu = state.device.type == "cuda"
     state.reset()
-    opened: list = []
-
-    def enter(name):
-        opened.append(torch.profiler.record_function(_MODULE + name))
-        opened[-1].__enter__()
-
-    def leave(*_):
-        opened.pop().__exit__(None, None, None)
-
     profiler = torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])])
-    with hooked(named_parts(state.modules), leave, enter), profiler:
+    with naming_modules(state.modules), profiler:
         # The first step under the profiler is slower.
         for index in range(2):
             with torch.profiler.record_function(_STEP):
@@ -72,6 +63,20 @@ def profiled(state) -> list[dict]:
         events = json.loads(path.read_text())["traceEvents"]
     begins = [event["ts"] for event in events if event.get("name") == _STEP and event.get("cat") == "user_annotation"]
     return [event for event in events if event.get("ph") == "X" and event["ts"] >= max(begins)]
+
+
+def naming_modules(modules):
+    """Within it, torch's profilers record which module runs."""
+    opened: list = []
+
+    def enter(name):
+        opened.append(torch.profiler.record_function(MODULE + name))
+        opened[-1].__enter__()
+
+    def leave(*_):
+        opened.pop().__exit__(None, None, None)
+
+    return hooked(named_parts(modules), leave, enter)
 
 
 def idle_of(events: list[dict]) -> Idle | None:
@@ -97,9 +102,9 @@ class Owners:
 
     def __init__(self, events: list[dict]):
         self._modules = _Spans(
-            (each, each["name"].removeprefix(_MODULE))
+            (each, each["name"].removeprefix(MODULE))
             for each in events
-            if each.get("cat") == "user_annotation" and each["name"].startswith(_MODULE)
+            if each.get("cat") == "user_annotation" and each["name"].startswith(MODULE)
         )
         numbered = [(each, each["args"]["Sequence number"]) for each in events if _has_number(each)]
         self._nodes = _Spans(pair for pair in numbered if pair[0]["name"].startswith(_NODE))

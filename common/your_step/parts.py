@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 
 def tensors_in(tree) -> list[torch.Tensor]:
@@ -20,6 +20,22 @@ def signature_of(batch) -> tuple:
         (tuple(leaf.shape), leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else repr(leaf)
         for leaf in tree_leaves(batch)
     )
+
+
+def changing_values(batches: list) -> dict[str, list]:
+    """Return name -> values of the numbers and texts that differ among batches whose tensors have one shape."""
+    found: dict[str, list] = {}
+    first: dict[tuple, dict] = {}
+    for batch in batches:
+        leaves = {keystr(path): leaf for path, leaf in tree_leaves_with_path(batch)}
+        shapes = signature_of([leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)])
+        plain = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)}
+        for name, value in first.setdefault(shapes, plain).items():
+            other = plain.get(name, value)
+            if repr(other) != repr(value):
+                values = found.setdefault(f"batch{name}", [value])
+                values += [other] if other not in values else []
+    return found
 
 
 def static_copy(batch, device: torch.device):
@@ -42,6 +58,11 @@ def is_inside(name: str, path: str) -> bool:
 def named_parts(modules: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
     """Return (path, module) of all modules inside of these."""
     return [(name, part) for module in modules for name, part in module.named_modules() if name]
+
+
+def shown(modules: list[torch.nn.Module]) -> dict[str, str]:
+    """Return path -> name to print of the parts whose path ends in a number, as those of a Sequential: 0 (Linear)."""
+    return {path: f"{path} ({type(part).__name__})" for path, part in named_parts(modules) if path[-1].isdigit()}
 
 
 def has_several_ranks() -> bool:

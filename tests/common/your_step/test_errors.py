@@ -6,7 +6,7 @@ import torch
 from common.capture import host_graph_rules as rules
 from common.capture.checks import CaptureError
 from common.capture.pool import Pool
-from common.your_step import watch
+from common.your_step import user_file, watch
 from common.your_step.errors import explained
 from common.your_step.findings import REMEDIES
 
@@ -35,6 +35,9 @@ OTHERS = [
     ("During CUDA graph capture, autograd node 'X' has a stale reference to the default stream", "gradients"),
     ("captures_underway.empty() INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp", "another capture"),
     ("accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run", "next replay"),
+    # Two of torch._inductor.cudagraph_trees.
+    ("TODO: graph recording observed an input tensor deallocate during graph  recording that did not", "checkpoint"),
+    ("Unable to hit fast path of CUDAGraphs because of pending, uninvoked backwards. Consider", "backward pass"),
     ("CUDA out of memory. Tried to allocate 2.00 GiB", "does not fit"),
     ("CUDA error: an illegal memory access was encountered", "given back"),
 ]
@@ -92,3 +95,10 @@ def test_a_message_of_torch_has_its_cause(message, words):
 
 def test_an_unknown_message_has_no_cause():
     assert explained("size mismatch, m1: [2 x 3]") == ("", "")
+
+
+def test_step_that_raises_an_error_of_compiled_graphs_is_told_the_remedy():
+    message = "TODO: graph recording observed an input tensor deallocate during graph  recording that did not occur"
+
+    assert "compile around the checkpoint" in user_file.said(RuntimeError(message))
+    assert "compile around" not in user_file.said(RuntimeError("shapes differ"))
