@@ -37,6 +37,8 @@ class StepState:
     parity_steps = 8
     # Seconds after which torch.compile is given up; 0: none.
     compile_limit_s = 0.0
+    # The reason, once it was given up.
+    gave_up_compiling = ""
 
     def __init__(self, text: str, device: torch.device, prog: str):
         self.text, self.device = text, device

@@ -16,6 +16,8 @@ from benchmarks.processes.gpus import Gpus
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run
 
+PARTS = ["graph_step", "graph_fwd_bwd", "graph_modules"]
+WHOLE = ["graph_step", "compile", "graph_compiled", "reduce_overhead"]
 STEP = """
 import torch
 
@@ -116,12 +118,12 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
 @pytest.mark.parametrize(
     ("names", "whole", "mine", "timed"),
     [
-        (("NVIDIA H100",), True, False, ["graph_step", "reduce_overhead"]),
-        (("NVIDIA H100",), True, True, ["graph_step", "reduce_overhead", "mine"]),
-        (("NVIDIA H100",), False, False, None),
+        (("NVIDIA H100",), True, False, WHOLE),
+        (("NVIDIA H100",), True, True, [*WHOLE, "mine"]),
+        (("NVIDIA H100",), False, False, list(measure.WHAT)[:-1]),
         (("NVIDIA H100",), False, True, [*list(measure.WHAT)[:-1], "mine"]),
-        ((), True, False, None),
-        ((), True, True, [*list(measure.WHAT)[:-1], "mine"]),
+        ((), True, False, PARTS),
+        ((), True, True, [*PARTS, "mine"]),
     ],
 )
 def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, monkeypatch, names, whole, mine, timed):
@@ -139,6 +141,16 @@ def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, mon
         measure.measure(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build"]))
     found = asked.value.args[0]
     assert (command.words_of(found) if found else None) == timed
+
+
+def test_row_and_sentence_say_when_a_capture_is_paid_back_and_what_its_graphs_hold():
+    run = made_run(ms={"graph_layer": [8.0, 8.01]}, issue=(12.0, 8.0))
+    own = run.builds[""].variants["graph_layer"]
+    own.capture.made_s, own.profile.graph_time_share = 6.0, 0.873
+    text = run_table.report(run)
+    assert "paid back" in text.splitlines()[0] and "3,008" in text
+    assert "1 graph, with 87 % of the GPU's time, made in 6.00 s with warm-up and compiler." in text
+    assert max(map(len, text.splitlines())) <= run_table.WIDTH
 
 
 @pytest.mark.parametrize(
