@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks import statistics
 from benchmarks.files.facts import OWN_STEP, Run, digits
 from benchmarks.judge import PASS, Judged, judged
+from benchmarks.pages.reasons import reason
 from common.text import printable
 
 COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity", "paid back")
@@ -187,7 +188,10 @@ def _meaning(own: Judged) -> str:
     for name, variant in own.build.variants.items():
         ratio = own.ratio_of(name) if variant.kind not in ("eager", "control") and name != own.run.control else None
         if ratio is not None and ratio.cycles > 1:
-            lines.append(f"{name}: {statistics.word(ratio)} on this host now{_beside(own, name, ratio)}.")
+            word = statistics.word(ratio)
+            lines.append(f"{name}: {word} on this host now{_beside(own, name, ratio)}.")
+            why = reason(own, name) if word in ("same", "slower") else ""
+            lines += [f"Why not faster: {why}."] if why else []
             lines += _graphs_of(variant)
     return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH))
 

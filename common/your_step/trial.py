@@ -99,6 +99,7 @@ class Trial:
         reason, place = (error.reason, error.place) if isinstance(error, CaptureError) else ("", "")
         cause, remedy = explained(said, reason)
         evidence = (said if is_full else cause or said) + (f"; {remedy}" if remedy else "")
+        evidence += "".join(f"; CUDA's log: {line}" for line in getattr(error, "log", ()))
         kind, level = ("memory", STOPS) if is_full else ("capture", level)
         finding = Finding(kind, level, place or "the step", evidence)
         text = f"failed: {said if is_full else cause or said}"

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import ROOT, command, judge, measure, report
 from benchmarks.files import run_file
 from benchmarks.files.facts import OWN_STEP, Raised
-from benchmarks.pages import run_table
+from benchmarks.pages import reasons, run_table
 from benchmarks.processes.gpus import Gpus
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run
@@ -151,6 +151,34 @@ def test_row_and_sentence_say_when_a_capture_is_paid_back_and_what_its_graphs_ho
     assert "paid back" in text.splitlines()[0] and "3,008" in text
     assert "1 graph, with 87 % of the GPU's time, made in 6.00 s with warm-up and compiler." in text
     assert max(map(len, text.splitlines())) <= run_table.WIDTH
+
+
+PLAIN = {"busy_ms": 8.0, "kernels": 400, "overlap_ms": 0.5, "graph_share": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("eager", "graph", "more", "said"),
+    [
+        ({"busy_ms": 9.9}, {"busy_ms": 9.9}, {}, "the GPU is the limit, busy for 99 % of an eager step"),
+        ({}, {"graph_share": 0.4}, {}, "wrong part of the step, 40 % of its kernels"),
+        ({}, {}, {"graphs": 100}, "too many small graphs, 100 with 4 kernels"),
+        ({}, {"busy_ms": 9.0, "kernels": 440}, {}, "copies of inputs: 40 kernels more than eager, 1 ms more"),
+        ({"overlap_ms": 1.5}, {"busy_ms": 9.0, "overlap_ms": 0.5}, {}, "run in turn: streams share a queue"),
+        ({"overlap_ms": 1.5}, {"busy_ms": 9.0, "overlap_ms": 0.5}, {"ranks": 2}, "the end of a captured backward pass"),
+        ({}, {}, {}, "none of NVIDIA's five reasons"),
+    ],
+)
+def test_graph_that_is_not_faster_has_its_reason(eager, graph, more, said):
+    run = made_run(ms={"eager": [10.0, 10.01], "graph_layer": [10.0, 10.02]}, issue=(9.0, 8.0))
+    for name, own in (("eager", eager | {"graph_share": 0.0}), ("graph_layer", graph)):
+        for key, value in (PLAIN | own).items():
+            setattr(run.builds[""].variants[name].profile, key, value)
+    run.builds[""].variants["graph_layer"].capture.graphs = more.get("graphs", 1)
+    run.ranks = more.get("ranks", 1)
+    found = judge.judged(run)[""]
+    assert said in reasons.reason(found, "graph_layer")
+    run.device = "cpu"
+    assert not reasons.reason(judge.judged(run)[""], "graph_layer")
 
 
 @pytest.mark.parametrize(

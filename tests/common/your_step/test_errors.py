@@ -8,7 +8,8 @@ from common.capture.checks import CaptureError
 from common.capture.pool import Pool
 from common.your_step import user_file, watch
 from common.your_step.errors import explained
-from common.your_step.findings import REMEDIES
+from common.your_step.findings import REMEDIES, STOPS
+from common.your_step.trial import Trial
 
 # What CUDA 13.0 says for errors 900 to 908, as PyTorch passes it on.
 CUDA = {
@@ -102,3 +103,14 @@ def test_step_that_raises_an_error_of_compiled_graphs_is_told_the_remedy():
 
     assert "compile around the checkpoint" in user_file.said(RuntimeError(message))
     assert "compile around" not in user_file.said(RuntimeError("shapes differ"))
+
+
+def test_finding_of_a_failed_capture_has_the_lines_of_cudas_log():
+    trial = Trial.__new__(Trial)
+    error = CaptureError(
+        f"CUDA error: {CUDA[900]} (at my_step.py:7)", place="my_step.py:7", log=["cuCall in loader: no"]
+    )
+
+    found = trial._failed(error, STOPS).finding
+
+    assert found.where == "my_step.py:7" and "CUDA's log: cuCall in loader: no" in found.evidence
