@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_map
 
+from common.capture.errors import explained
 from common.capture.pool import CaptureError, Pool
 from common.measuring import torch_settings
 from common.your_step import user_file
-from common.your_step.errors import explained
 from common.your_step.parts import Call, first_calls, tensors_in
 from common.your_step.state import StepState
 

@@ -23,15 +23,16 @@ import torch
 from common.config import mistakes_in_one_line
 from common.files import write_text
 from common.machine.memory import explain_oom
-from common.measuring import torch_settings
+from common.measuring import idle, torch_settings
+from common.measuring.module_parts import is_inside, shown
 from common.text import lines
 from common.training.parallel import collectives
 from common.variant import Capture, complete_variant
-from common.your_step import bisect, idle, memory, pace, parity, ranks, step_file, user_file
+from common.your_step import bisect, memory, pace, parity, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
 from common.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
-from common.your_step.parts import has_several_ranks, is_inside, shown
+from common.your_step.parts import has_several_ranks
 from common.your_step.state import StepState
 from common.your_step.trial import EQUAL, Outcome, Trial
 from common.your_step.uninitialised import Filled

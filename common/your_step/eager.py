@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import torch
 
 from common.capture import host_graph_rules as rules
+from common.capture.errors import explained
 from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training.snapshot import storage_id
 from common.your_step import compare, host_values, memory, ranks
-from common.your_step.errors import explained
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
 from common.your_step.parts import changing_values, tensors_in
 from common.your_step.place import STEPPED, Place

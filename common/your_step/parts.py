@@ -1,12 +1,11 @@
 """What a step is made of: tensors in nests such as its batches, and the parts of its modules with their calls."""
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
+
+from common.measuring.module_parts import hooked
 
 
 def tensors_in(tree) -> list[torch.Tensor]:
@@ -50,39 +49,9 @@ def copy_batch(static, batch) -> None:
             own.copy_(leaf, non_blocking=True)
 
 
-def is_inside(name: str, path: str) -> bool:
-    """Return whether a module is the one at a path, "" for a whole model, or lies inside of it."""
-    return not path or name == path or name.startswith(f"{path}.")
-
-
-def named_parts(modules: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """Return (path, module) of all modules inside of these."""
-    return [(name, part) for module in modules for name, part in module.named_modules() if name]
-
-
-def shown(modules: list[torch.nn.Module]) -> dict[str, str]:
-    """Return path -> name to print of the parts whose path ends in a number, as those of a Sequential: 0 (Linear)."""
-    return {path: f"{path} ({type(part).__name__})" for path, part in named_parts(modules) if path[-1].isdigit()}
-
-
 def has_several_ranks() -> bool:
     """Return whether this process is one of several ranks."""
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-
-
-@contextlib.contextmanager
-def hooked(named: Iterable[tuple[str, torch.nn.Module]], after: Callable, before: Callable | None = None):
-    """Within it, before(name) and after(name, module, args, kwargs, output) are called around each forward."""
-    handles: list = []
-    try:
-        for name, module in named:
-            if before is not None:
-                handles.append(module.register_forward_pre_hook(lambda *_, name=name: before(name)))
-            handles.append(module.register_forward_hook(functools.partial(after, name), with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass

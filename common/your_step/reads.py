@@ -12,7 +12,7 @@ import torch
 
 from common.capture import host_graph_rules as rules
 from common.measuring import marks
-from common.your_step.idle import MODULE, naming_modules
+from common.measuring.module_parts import MODULE, naming_modules
 from common.your_step.place import place_of
 from common.your_step.watch import Refused
 

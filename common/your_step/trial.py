@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from common import variant as variants
+from common.capture.errors import explained
 from common.capture.pool import CaptureError
 from common.your_step import parity, ranks
-from common.your_step.errors import explained
 from common.your_step.findings import STOPS, WRONG, Finding
 from common.your_step.parts import has_several_ranks
 from common.your_step.state import StepState, lacks_deterministic_kernel

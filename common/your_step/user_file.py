@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
-from common.your_step.errors import explained
+from common.capture.errors import explained
 from common.your_step.parts import tensors_in
 from common.your_step.step_file import split
 

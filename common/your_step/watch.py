@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture import host_graph_rules as rules
+from common.capture.side_streams import StreamWatch
 from common.measuring import marks
+from common.measuring.module_parts import hooked, named_parts
 from common.training.snapshot import storage_id, storage_of
-from common.your_step.parts import has_several_ranks, hooked, named_parts, tensors_in
+from common.your_step.parts import has_several_ranks, tensors_in
 from common.your_step.place import Place, place_of_call, place_of_thread
-from common.your_step.streams import StreamWatch
 
 # The host may fill memory of up to so many bytes without an operator.
 _MOST_HASHED = 1 << 24

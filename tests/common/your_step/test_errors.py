@@ -5,9 +5,9 @@ import torch
 
 from common.capture import host_graph_rules as rules
 from common.capture.checks import CaptureError
+from common.capture.errors import explained
 from common.capture.pool import Pool
 from common.your_step import user_file, watch
-from common.your_step.errors import explained
 from common.your_step.findings import REMEDIES, STOPS
 from common.your_step.trial import Trial
 

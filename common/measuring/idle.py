@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from common.measuring.module_parts import MODULE, is_inside, naming_modules
 from common.measuring.trace import GPU_WORK, HOST_CALLS, correlation_of
-from common.your_step.parts import hooked, is_inside, named_parts
 
-MODULE, _STEP = "module ", "whole step"
+_STEP = "whole step"
 _NODE = "autograd::engine::evaluate_function"
 
 
@@ -63,20 +63,6 @@ def profiled(state) -> list[dict]:
         events = json.loads(path.read_text())["traceEvents"]
     begins = [event["ts"] for event in events if event.get("name") == _STEP and event.get("cat") == "user_annotation"]
     return [event for event in events if event.get("ph") == "X" and event["ts"] >= max(begins)]
-
-
-def naming_modules(modules):
-    """Within it, torch's profilers record which module runs."""
-    opened: list = []
-
-    def enter(name):
-        opened.append(torch.profiler.record_function(MODULE + name))
-        opened[-1].__enter__()
-
-    def leave(*_):
-        opened.pop().__exit__(None, None, None)
-
-    return hooked(named_parts(modules), leave, enter)
 
 
 def idle_of(events: list[dict]) -> Idle | None:
