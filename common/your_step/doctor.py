@@ -235,16 +235,15 @@ def of_mine(state: StepState) -> Outcome:
     (own,) = _tried(state, False, [], [MINE])
     if own.is_equal:
         return own
-    evidence = own.text
-    if own.finding is not None and own.finding.level == WRONG:
-        cause = ""
+    if own.finding is None and state.device.type == "cpu":
+        return own
+    evidence, level = (own.finding.evidence, own.finding.level) if own.finding else (own.text, STOPS)
+    if level == WRONG:
         # The finding stands without its cause, too.
         with torch_settings.deterministic_kernels(), contextlib.suppress(Exception):
             cause = _cause_of_mine(state)
-        evidence = f"{cause}; {own.finding.evidence}" if cause else own.finding.evidence
-    if own.finding is None and state.device.type == "cpu":
-        return own
-    level, line = own.finding.level if own.finding is not None else STOPS, user_file.made_at(state.make_mine)
+            evidence = f"{cause}; {evidence}" if cause else evidence
+    line = user_file.made_at(state.make_mine)
     said = "trains otherwise, see above" if level == WRONG else "cannot be captured, see above"
     return replace(own, text=said, finding=Finding("your capture", level, f"{state.path}{line}", evidence))
 

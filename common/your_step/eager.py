@@ -274,14 +274,13 @@ class EagerSteps:
         return any(refused.place.own in lines for refused in self.first.refused)
 
     def _number_differs(self, mine, a, b):
+        through = STEPPED.intersection(each.place.through for each in self.first.refused)
         evidence, place = f"{compare.short(mine.name)} gets {a!r} in one step and {b!r} in another", mine.place
         if place.through == "schedule":
             yield Finding("learning rate", WRONG, self._made_at(place), f"a schedule works on the host: {evidence}")
         elif place.through != "optimizer":
             yield _at(place, "host value", WRONG, evidence + self._changing())
-        elif self.looks[0].rates == self.looks[-1].rates and not any(
-            each.place.through in STEPPED for each in self.first.refused
-        ):
+        elif self.looks[0].rates == self.looks[-1].rates and not through:
             yield Finding("host value", WRONG, place.own, f"in torch's optimizer {evidence}" + self._changing())
 
     def _address_differs(self, storage, index, operator):

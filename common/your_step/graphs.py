@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import signal
 from unittest import mock
 
 import torch
@@ -10,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.contract import variant
 from common.training.snapshot import storage_id
 from common.variant import Capture, Compiled, Unsupported, require_compiler
-from common.your_step.compiled import deadline
 from common.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
 from common.your_step.state import StepState
 
@@ -67,10 +67,8 @@ class GraphedStep:
 class GraphedForwardBackward(GraphedStep):
     """All up to the optimizer in one graph, optimizer and schedules eager.
 
-    Calls of optimizers, schedules and loss scalers follow each replay.
-
-    In the capture these calls are only noted. From the first optimizer's step on zero_grad is noted, too, since the
-    optimizer still needs the gradients.
+    Calls of optimizers, schedules and loss scalers follow each replay: in the capture they are only noted. From the
+    first optimizer's step on zero_grad is noted, too, since the optimizer still needs the gradients.
     """
 
     def __init__(self, state: StepState, capture: Capture):
@@ -180,6 +178,33 @@ class _Noted(TorchDispatchMode):
 def _is_stepped(each):
     """Say whether it is an optimizer, a schedule or a loss scaler: it steps, and it is no module."""
     return hasattr(each, "step") and not isinstance(each, torch.nn.Module)
+
+
+class _TooLong(BaseException):
+    """No Exception: the compiler catches those."""
+
+
+@contextlib.contextmanager
+def deadline(limit_s: float):
+    """Interrupt a block of the main thread that takes more than limit_s seconds (0: no limit), which is Unsupported."""
+    if not limit_s:
+        yield
+        return
+
+    def stop(number, frame):
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except _TooLong:
+        raise Unsupported(
+            f"torch.compile takes more than {limit_s:g} s; a variant that --variants names waits for it"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @variant("compile", kind="compile", parity=1e-2, headline=True)

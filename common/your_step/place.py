@@ -26,7 +26,7 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 UNKNOWN = "unknown line"
 # Values of `Place.through` that change with each step.
-STEPPED = ("optimizer", "schedule", "loss scaler")
+STEPPED = {"optimizer", "schedule", "loss scaler"}
 
 
 @dataclass(frozen=True)

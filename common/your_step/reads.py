@@ -23,17 +23,11 @@ _READS |= {"aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"}
 _BETWEEN = ("aten::item", "aten::is_nonzero")
 # Operators and nodes that read on a CPU alone, by torch's sources of 2.6 to 2.13: other kernels, other formulas, and
 # checks that a GPU leaves to an assertion. A store through a mask is watched by its arguments.
-_ON_CPU_ALONE = {
-    "aten::_assert_async",
-    *(f"aten::{name}" for name in ("var", "std", "var_mean", "std_mean", "quantile", "nanquantile")),
-    *(f"aten::{name}" for name in ("rrelu_with_noise", "histogramdd", "_embedding_bag_dense_backward", "_grouped_mm")),
-    *(f"aten::{name}" for name in ("multilabel_margin_loss_forward", "multilabel_margin_loss_backward")),
-    *(
-        f"aten::{name}"
-        for name in ("_index_put_impl_", "_cholesky_solve_helper", "linalg_lu_solve", "embedding_renorm_")
-    ),
-    *("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"),
-}
+_NAMES = "_assert_async var std var_mean std_mean quantile nanquantile rrelu_with_noise histogramdd _grouped_mm "
+_NAMES += "multilabel_margin_loss_forward multilabel_margin_loss_backward _embedding_bag_dense_backward "
+_NAMES += "embedding_renorm_ _index_put_impl_ _cholesky_solve_helper linalg_lu_solve"
+_ON_CPU_ALONE = {f"aten::{name}" for name in _NAMES.split()}
+_ON_CPU_ALONE |= {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
 _NODE = "autograd::engine::evaluate_function: "
 _ON_HOST = "on the host"
 

@@ -54,8 +54,8 @@ class Source:
         if path != str(self.path) or not number.isdigit():
             return where
         line = int(number)
-        functions = [each for each in self._nodes if isinstance(each, (ast.FunctionDef, ast.Lambda))]
-        around = [each for each in functions if each.lineno <= line <= (each.end_lineno or each.lineno)]
+        kinds = ast.FunctionDef, ast.Lambda
+        around = [n for n in self._nodes if isinstance(n, kinds) and n.lineno <= line <= (n.end_lineno or line)]
         inner = max(around, key=lambda each: each.lineno, default=None)
         calls = [each for each in ast.walk(inner) if isinstance(each, ast.Call)] if inner else []
         return self.at(min((each.lineno for each in calls if _word(each.func) in _DRAWING), default=line))

@@ -1,8 +1,4 @@
-"""Graphs of a step, each beside two eager trainings from the same start: equal, wrong, or not to be captured.
-
-Two more trainings tell causes apart. The step runs eagerly on the copies of batches that a graph reads: if that goes
-wrong as well, the copies are at fault and not the capture. And a graph replays with its free memory filled.
-"""
+"""Graphs of a step, each beside two eager trainings from the same start: equal, wrong, or not to be captured."""
 
 import math
 from collections.abc import Callable

@@ -1,5 +1,6 @@
-"""common/your_step/compiled.py: a compiler that takes too long is given up in one line."""
+"""Compiled variants of a step; a compiler that takes too long is given up in one line."""
 
+import contextlib
 import signal
 import time
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from common.variant import Capture, Unsupported
-from common.your_step import compiled, graphs, parity
+from common.your_step import graphs, parity
 from common.your_step.doctor import making
 from common.your_step.state import StepState
 
@@ -56,7 +57,7 @@ def test_a_block_is_stopped_at_its_limit_though_it_catches_exceptions():
     start = time.monotonic()
     with (
         pytest.raises(Unsupported, match=r"more than 0.1 s; a variant that --variants names waits"),
-        compiled.deadline(0.1),
+        graphs.deadline(0.1),
     ):
         while True:
             try:
@@ -69,7 +70,7 @@ def test_a_block_is_stopped_at_its_limit_though_it_catches_exceptions():
 
 @pytest.mark.parametrize("limit_s", [0, 60])
 def test_a_block_within_its_limit_goes_on(limit_s):
-    with compiled.deadline(limit_s):
+    with graphs.deadline(limit_s):
         pass
     assert not signal.getitimer(signal.ITIMER_REAL)[0]
 
@@ -89,7 +90,7 @@ def test_compiled_variants_run_on_a_cpu_where_they_are_named_alone(tmp_path):
 def test_what_took_too_long_once_is_not_compiled_again(tmp_path, monkeypatch):
     state, given_up = state_of(tmp_path), []
 
-    @compiled.contextlib.contextmanager
+    @contextlib.contextmanager
     def gone(limit_s):
         given_up.append(limit_s)
         raise Unsupported("too long")

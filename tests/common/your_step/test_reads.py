@@ -186,7 +186,7 @@ def test_state_of_an_optimizer_that_a_step_makes_anew_before_it_uses_it_is_sound
 
 REMEDIED = {
     "torch.utils.checkpoint.checkpoint(torch.dropout, x, 0.1, True, use_reentrant=False)": "preserve_rng_state=False",
-    "torch.distributions.Categorical(logits=x)": "set_default_validate_args(False)",
+    "torch.distributions.Categorical(logits=x, validate_args=True)": "set_default_validate_args(False)",
     "torch.nn.utils.rnn.pack_padded_sequence(x[..., None], torch.tensor([6] * 4))": "pad and mask",
 }
 
