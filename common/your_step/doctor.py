@@ -41,7 +41,7 @@ from common.your_step.watch import Watched
 __all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
 
 # Steps of a diagnosis, roughly.
-NUM_STEPS_IN_ALL = 70
+NUM_STEPS_IN_ALL = 80
 # Of a capture that trains otherwise: the batch that it may have kept, and how many eager steps its maker made first.
 MOST_BATCHES_TRIED, MOST_STEPS_BEFORE_CAPTURE = 8, 12
 # Of these a note remains where the whole step of a user trains as eager does.

@@ -102,7 +102,8 @@ class EagerSteps:
         """Batches of a user's step: one of each shape, then others; of a model, whose batches come in order, one."""
         firsts = {kind: index for index, kind in reversed(list(enumerate(self.state.classes)))}
         unlike = list(dict.fromkeys([*firsts.values(), *range(len(self.state.batches))]))
-        return unlike[:MOST_BATCHES] if self.state.text else self.batches[:1]
+        # All ranks make as many steps.
+        return ranks.first(unlike[:MOST_BATCHES]) if self.state.text else self.batches[:1]
 
     def _look(self) -> SimpleNamespace:
         values, tensors = host_values.look(self.state.step, self.state.owned)

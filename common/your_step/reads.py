@@ -13,7 +13,7 @@ import torch
 from common.capture import host_graph_rules as rules
 from common.measuring import marks
 from common.measuring.module_parts import MODULE, naming_modules
-from common.your_step.place import place_of
+from common.your_step.place import place_of, place_of_call
 from common.your_step.watch import Refused
 
 # They wait for the GPU.
@@ -34,9 +34,6 @@ _ON_HOST = "on the host"
 
 def hidden_reads(state, index: int) -> list[Refused]:
     """Make a step, which changes the state; return the reads inside of operators and of backward formulas."""
-    enable = getattr(torch.autograd, "_enable_profiler_legacy", None)
-    if enable is None:
-        return []
     # The one flag that is on asks for stacks.
     flags = False, False, True, False, False, torch._C._profiler._ExperimentalConfig()
     config = torch.autograd.ProfilerConfig(torch.autograd.ProfilerState.CPU, *flags)
@@ -45,31 +42,36 @@ def hidden_reads(state, index: int) -> list[Refused]:
         on_host = name in marks.ON_HOST
         return torch.profiler.record_function(_ON_HOST) if on_host else contextlib.nullcontext()
 
+    def warned(message, *_):
+        if "synchronizing" in str(message):
+            waits.add(place_of_call().own)
+
+    waits: set[str] = set()
     batch, has_gpu = state.batch(index), state.device.type == "cuda"
     with contextlib.ExitStack() as stack:
-        told = stack.enter_context(warnings.catch_warnings(record=True))
-        warnings.simplefilter("always")
         if has_gpu:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("always")
+            warnings.showwarning = warned
             torch.cuda.set_sync_debug_mode("warn")
             stack.callback(torch.cuda.set_sync_debug_mode, "default")
         stack.enter_context(naming_modules(state.modules))
         stack.enter_context(marks.opening_sections(section))
-        enable(config)
+        torch.autograd._enable_profiler_legacy(config)
         try:
             state.step(batch)
         finally:
             threads = torch.autograd._disable_profiler_legacy()
-    # The profiler does not tell on which device a tensor lies that is read.
-    if has_gpu and not any("synchronizing CUDA operation" in str(each.message) for each in told):
-        return []
-    return list(reads_in(threads))
+    # The profiler does not tell on which device a tensor lies that is read: a GPU's waits do.
+    found = reads_in(threads)
+    return [each for each in found if not has_gpu or each.place.own in waits or (waits and "Backward" in each.name)]
 
 
 def reads_in(threads):
     """Yield the hidden reads in the profiler's records: a list for each thread, of operators that begin and end."""
     # Sequence number -> stack and module of the operator that made the node. A GPU's backward pass has its own thread.
     makers: dict[int, tuple[list[str], str]] = {}
-    for records in sorted(threads, key=len, reverse=True):
+    for records in sorted(threads, key=lambda each: each[0].name() != "__start_profile"):
         opened: list = []
         for record in records:
             if record.kind() == "pop":

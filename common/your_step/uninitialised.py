@@ -14,11 +14,7 @@ from common.your_step.watch import written
 
 
 def read_before_written(state, indices: list[int]) -> tuple[Place, str] | None:
-    """Make a step on each of some batches, and another one where its result has NaN.
-
-    Returns:
-        The place of the allocation, and the evidence; None where no result depends on memory that was not written.
-    """
+    """Make a step on each of some batches; return (place of an allocation, evidence), None where it does not matter."""
     for index in indices:
         found, has_nan = _filled_step(state, index, float("nan"))
         if ranks.first(has_nan) and not ranks.first(_filled_step(state, index, 0.0)[1]):

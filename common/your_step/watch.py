@@ -110,7 +110,7 @@ class Watched:
         from_host: storages of tensors that the step has made from data of the host.
         exchanged: storages of tensors that collectives and FSDP's own operators take, as the buckets of DDP.
         rewritten: those storages from outside whose first operator writes all of it: nothing is carried over in them.
-        contents: hash of small memory of the host that the step reads from outside, after the step.
+        contents: hash of small memory of the host that the step reads from outside, after its own operators.
         refilled: such storages that no operator has changed since an earlier step -> place of the first that reads it.
         kept: storages from outside of the step, held so that no other one gets their address.
         threads: places that start a thread, or hand work to one.
@@ -184,7 +184,8 @@ def watch(step, batch, modules, is_capturing=False, beside: Beside | None = None
         with _Functions(watcher), _Operators(watcher):
             step(batch)
     watcher.found.unjoined = watcher.streams.unjoined()
-    watcher.found.contents = {address: _hash(storage) for address, storage in watcher.hashed.items()}
+    for address in watcher.found.contents.keys() & watcher.found.written.keys():
+        watcher.found.contents[address] = _hash(watcher.found.kept[address])
     return watcher.found
 
 
@@ -192,7 +193,6 @@ class _Watcher:
     def __init__(self, beside):
         self.found, self.stack = Watched(), []
         self.threads, self.contents, self.known = beside.threads, beside.contents, beside.known
-        self.hashed: dict[int, torch.UntypedStorage] = {}
         self.states = self.random_states()
         # Inside of a call that was noted, or in a part of the step that no graph holds.
         self.is_inside = self.is_on_host = self.stores_number = False
@@ -236,8 +236,8 @@ class _Watcher:
             return
         if address in self.known:
             return
-        self.hashed[address] = storage
-        if self.contents.get(address, before := _hash(storage)) != before:
+        self.found.contents[address] = _hash(storage)
+        if self.contents.get(address) not in (None, self.found.contents[address]):
             self.found.refilled[address] = place
 
     def noting(self, original, name, reason):
