@@ -218,6 +218,16 @@ class Judged:
         ratio, ceiling = self.ratio_of(name, busy), self.ceiling(name, busy)
         return ratio.ratio / ceiling if ratio and ceiling else None
 
+    def paid_back(self, name: str, busy: bool = False) -> int | None:
+        """Return the number of steps after which a faster variant has gained the seconds that it took to make.
+
+        None where the interval of its ratio contains 1, or where the seconds are not known.
+        """
+        ratio, made_s = self.ratio_of(name, busy), self.build.variants[name].capture.made_s
+        if ratio is None or made_s is None or ratio.cycles < 2 or not ratio.low > 1:
+            return None
+        return math.ceil(1e3 * made_s / (ratio.base_ms - ratio.variant_ms))
+
     def tflops(self, name: str, busy: bool = False) -> float | None:
         """Return the useful TFLOP/s of a rank; None if unknown, or if steps differ in kind."""
         flops, ms, blocks = self.build.flops_per_step, self.ms(name, busy), self.blocks(name, busy)

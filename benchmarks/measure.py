@@ -44,6 +44,8 @@ WHAT = {
     "graph_step": "capture the whole step",
     "graph_fwd_bwd": "capture forward and backward, and leave the optimizer eager",
     "graph_modules": "capture the modules that its row names, forward and backward",
+    "compile": "compile the modules",
+    "graph_compiled": "compile the modules, and capture the whole step",
     "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
     "mine": "keep the capture that your file makes",
 }
@@ -56,8 +58,10 @@ PROG_OF_DOCTOR = "python -m benchmarks.measure"
 DOCTOR_LIMIT_S = 300
 # The last cycle is to end after so many seconds; audits, profiles and the last check of parity take some.
 CYCLES_END_S = 101.0
+# On a CPU `compile` runs where it is named, and the others do not.
+COMPILED = ("compile", "graph_compiled", "reduce_overhead")
 # A graph of the whole step leaves nothing that a graph of a part would remove.
-WHOLE = "graph_step,reduce_overhead"
+WHOLE = ("graph_step", *COMPILED)
 # Measured where the file hands one over.
 MINE = "mine"
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
@@ -88,7 +92,7 @@ def parse(argv=None) -> argparse.Namespace:
     add(
         "--variants",
         metavar="A,B",
-        help="some of graph_step, graph_fwd_bwd, graph_modules, reduce_overhead (those that can be best)",
+        help=f"some of {', '.join(WHAT)} (those that can be best)",
     )
     add("--cycles", metavar="N", type=run.cycles_asked, help="cycles (8, of which 5 must fit; CPU 3), or auto")
     add("--minutes", metavar="M", type=amount, help="go on with cycles until then")
@@ -238,12 +242,11 @@ def doctor(asked: Options) -> tuple[int, str, dict]:
 
 def _usual(args, asked: Options, seen: dict) -> Options:
     """The request with the variants that are measured where none are named."""
-    is_whole = seen.get("whole_is_right") and gpus.find_gpus().names
+    has_gpu = bool(gpus.find_gpus().names)
+    is_whole = has_gpu and seen.get("whole_is_right")
     if is_whole:
         print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
-    if not is_whole and not seen.get("has_mine"):
-        return asked
-    names = WHOLE.split(",") if is_whole else [name for name in WHAT if name != MINE]
+    names = WHOLE if is_whole else [name for name in WHAT if name != MINE and (has_gpu or name not in COMPILED)]
     return request(args, ",".join([*names, *([MINE] if seen.get("has_mine") else [])]))
 
 

@@ -173,9 +173,11 @@ class Compiled:
     def __init__(self, state, step, functions, what: str, mode="default", *, capture: Capture, **options):
         """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy.
 
-        capture: the variant's. options: of torch.compile; its own `options` add to those of the mode.
+        capture: the variant's. options: of torch.compile; its own `options` add to those of the mode, and `on_cpu`
+        allows a run on a CPU, whose code no host graph records.
         """
-        require_compiler(state.device)
+        if not options.pop("on_cpu", False):
+            require_compiler(state.device)
         if mode == "reduce-overhead" and eager_memory is not contextlib.nullcontext:
             raise Unsupported("torch's own graphs restore all of their pool, so eager steps cannot share it with them")
         self.state, self._step = state, step
@@ -194,7 +196,9 @@ class Compiled:
         self.enter()
         try:
             # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
-            with self.capture.timed("compile_s"), self.pool.adopt(is_borrowed=True):
+            on_gpu = state.device.type == "cuda"
+            adopted = self.pool.adopt(is_borrowed=True) if on_gpu else contextlib.nullcontext()
+            with self.capture.timed("compile_s"), adopted:
                 self.compile_steps()
             before = self.pool.num_replays
             self.step(0)

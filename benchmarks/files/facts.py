@@ -255,6 +255,7 @@ class Profile(Struct, kw_only=True):
     busy_ms: Ms | None = None
     kernels: Amount | None = None
     graph_share: Amount | None = None
+    graph_time_share: Amount | None = None
     gap_ms: Finite | None = None
     overlap_ms: Finite | None = None
     collective_ms: Amount | None = None

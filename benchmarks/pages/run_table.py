@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks import statistics
 from benchmarks.files.facts import OWN_STEP, Run, digits
 from benchmarks.judge import PASS, Judged, judged
+from benchmarks.pages.reasons import reason
 from common.text import printable
 
-COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity")
+COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity", "paid back")
 WIDTH = 100
 NO_SPEED = "It says nothing about the speed of a GPU."
 GIB = 2**30
@@ -113,8 +114,10 @@ def cells_of(own: Judged, name: str, busy: bool = False) -> dict[str, str]:
     found = dict(zip(COLUMNS[1:5], ratio_cells(ratio) if ratio else untimed, strict=True))
     found |= {"variant": name, "GiB": "" if memory is None else f"{memory / GIB:.1f}"}
     if name == own.run.control:
-        return found | {"variant": f"{name} (base again)", "at most": "", "TFLOP/s": "", "parity": ""}
+        return found | {"variant": f"{name} (base again)", "at most": "", "TFLOP/s": "", "parity": "", "paid back": ""}
+    steps = own.paid_back(name, busy) if own.build.variants[name].kind != "eager" else None
     return found | {
+        "paid back": "" if steps is None else f"{steps:,}",
         "at most": times(own.ceiling(name, busy)),
         "TFLOP/s": "" if rate is None else f"{rate:,.0f}",
         "parity": own.verdicts[name].parity or ("losses" if own.run.parity == "blocks" else ""),
@@ -185,8 +188,22 @@ def _meaning(own: Judged) -> str:
     for name, variant in own.build.variants.items():
         ratio = own.ratio_of(name) if variant.kind not in ("eager", "control") and name != own.run.control else None
         if ratio is not None and ratio.cycles > 1:
-            lines.append(f"{name}: {statistics.word(ratio)} on this host now{_beside(own, name, ratio)}.")
+            word = statistics.word(ratio)
+            lines.append(f"{name}: {word} on this host now{_beside(own, name, ratio)}.")
+            why = reason(own, name) if word in ("same", "slower") else ""
+            lines += [f"Why not faster: {why}."] if why else []
+            lines += _graphs_of(variant)
     return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH))
+
+
+def _graphs_of(variant) -> list[str]:
+    """A sentence about the graphs of a variant, where the file knows the share of the GPU's time in them."""
+    share, capture = variant.profile.graph_time_share, variant.capture
+    if share is None or capture.made_s is None:
+        return []
+    number = "no graph" if not capture.graphs else f"{capture.graphs:,} graph{'s' * (capture.graphs > 1)}"
+    made = f"made in {milliseconds(capture.made_s)} s with warm-up and compiler"
+    return [f"{number}, with {100 * share:.0f} % of the GPU's time, {made}."]
 
 
 def _beside(own: Judged, name: str, ratio: statistics.Ratio) -> str:

@@ -1,5 +1,7 @@
 """The error of graphs on both devices, and the check that static inputs are as they were captured."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -7,11 +9,12 @@ class CaptureError(RuntimeError):
     """A graph cannot hold an operator, or a replay would be wrong; it names the operator and the user's file:line.
 
     reason: a constant of `common.capture.host_graph_rules`, where one of them says why. place: file:line, where known.
+    log: lines of CUDA's error log, of calls that failed in the capture.
     """
 
-    def __init__(self, message: str, reason: str = "", place: str = ""):
+    def __init__(self, message: str, reason: str = "", place: str = "", log: Sequence[str] = ()):
         super().__init__(message)
-        self.reason, self.place = reason, place
+        self.reason, self.place, self.log = reason, place, list(log)
 
 
 class RegionRefused(CaptureError):

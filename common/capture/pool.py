@@ -22,7 +22,7 @@ import os
 
 import torch
 
-from common.capture import memory
+from common.capture import error_log, memory
 from common.capture.checks import CaptureError, check_static_inputs, signature
 from common.capture.host_graph import HostGraph, HostPool
 
@@ -208,6 +208,7 @@ class CudaGraph:
         for generator in generators:
             self.graph.register_generator_state(generator)
         torch.cuda.synchronize()
+        logged = error_log.end()
         # A collection during capture may free tensors or graphs, which is not allowed then.
         gc_was_on = gc.isenabled()
         gc.disable()
@@ -227,7 +228,8 @@ class CudaGraph:
         except RuntimeError as error:
             text = str(error) or type(error).__name__
             line = _user_line(error)
-            raise CaptureError(f"{text.splitlines()[0]} (at {line})", place=line) from error
+            failed = CaptureError(f"{text.splitlines()[0]} (at {line})", place=line, log=error_log.since(logged))
+            raise failed from error
         finally:
             if gc_was_on:
                 gc.enable()

@@ -146,6 +146,14 @@ def graph_kernel_share(work: list[dict]) -> float | None:
     return None if None in started or not started else sum(started) / len(started)
 
 
+def graph_time_share(work: list[dict]) -> float | None:
+    """The share of the work's time that launches of graphs started; None where the trace does not tell."""
+    total = sum(event["duration_us"] for event in work)
+    if not total or any(event["by_graph"] is None for event in work):
+        return None
+    return sum(event["duration_us"] for event in work if event["by_graph"]) / total
+
+
 def busy_us(work: list[dict]) -> float:
     """Microseconds in which the GPU does any of this work: the union of its intervals."""
     end, covered = -math.inf, 0.0
@@ -161,9 +169,9 @@ def facts(events: list[dict], num_steps: int) -> dict:
 
     Returns:
         busy_ms; gap_ms, in which the GPU does nothing, from the first kernel to the last; overlap_ms, by which kernels
-        together take longer than the GPU is busy; collective_ms, of NCCL's kernels; kernels; graph_share; kernels_hash,
-        16 hex digits over the names of all kernels and how often each runs; top_kernels, the five that take most; and
-        `timeline`.
+        together take longer than the GPU is busy; collective_ms, of NCCL's kernels; kernels; graph_share of the kernels;
+        graph_time_share of the GPU's time; kernels_hash, 16 hex digits over the names of all kernels and how often each
+        runs; top_kernels, the five that take most; and `timeline`.
     """
     work = gpu_work(events)
     if not work:
@@ -186,6 +194,7 @@ def facts(events: list[dict], num_steps: int) -> dict:
         "collective_ms": round(sum(own for name, own in ms.items() if name.startswith("nccl")), 4),
         "kernels": round(len(work) / num_steps, 2),
         "graph_share": graph_kernel_share(work),
+        "graph_time_share": graph_time_share(work),
         "kernels_hash": hashlib.sha256(names.encode()).hexdigest()[:16],
         "top_kernels": top,
         **timeline(events),

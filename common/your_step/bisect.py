@@ -13,17 +13,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_map
 
+from common.capture.errors import explained
 from common.capture.pool import CaptureError, Pool
 from common.measuring import torch_settings
 from common.your_step import step_file, user_file
-from common.your_step.errors import explained
 from common.your_step.parts import Call, first_calls, tensors_in
 from common.your_step.state import StepState
 
@@ -55,19 +55,20 @@ class Alone:
     untried: int = 0
     trouble: str = ""
 
-    def text(self) -> str:
-        """Return the result in a line."""
+    def text(self, names: Mapping[str, str] | None = None) -> str:
+        """Return the result in a line; names: those of modules that are printed otherwise."""
+        names = names or {}
         rest = f" ({self.untried} not tried)" if self.untried else ""
         if self.trouble or not (self.failed or self.passed):
             return f"no module was captured alone: {self.trouble or 'none runs by itself'}{rest}"
         if not self.failed:
-            last = f", {self.passed[-1]} among them" if self.passed else ""
+            last = f", {names.get(self.passed[-1], self.passed[-1])} among them" if self.passed else ""
             return f"modules captured alone: all {len(self.passed)} succeed{last}, so the cause lies outside{rest}"
         words = []
         for path, message in self.failed.items():
             more = f", and {self.alike[path]} alike" if self.alike.get(path) else ""
-            words.append(f"{path} ({message}{more})")
-        return f"smallest modules that fail alone: {', '.join(words)}{rest}"
+            words.append(f"{names.get(path, path)}: {message}{more}")
+        return f"smallest modules that fail alone: {'; '.join(words)}{rest}"
 
 
 def alone(state: StepState, in_children: bool) -> Alone:

@@ -13,25 +13,26 @@ import contextlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from common.config import mistakes_in_one_line
 from common.files import write_text
 from common.machine.memory import explain_oom
-from common.measuring import torch_settings
+from common.measuring import idle, torch_settings
+from common.measuring.module_parts import is_inside, shown
 from common.text import lines
 from common.training.parallel import collectives
 from common.variant import Capture, complete_variant
-from common.your_step import bisect, idle, memory, pace, parity, ranks, step_file, user_file
+from common.your_step import bisect, memory, pace, parity, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
 from common.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
-from common.your_step.parts import has_several_ranks, is_inside
+from common.your_step.parts import has_several_ranks
 from common.your_step.state import StepState
 from common.your_step.trial import EQUAL, Outcome, Trial
 from common.your_step.uninitialised import Filled
@@ -40,7 +41,7 @@ from common.your_step.watch import Watched
 __all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
 
 # Steps of a diagnosis, roughly.
-NUM_STEPS_IN_ALL = 70
+NUM_STEPS_IN_ALL = 80
 # Of a capture that trains otherwise: the batch that it may have kept, and how many eager steps its maker made first.
 MOST_BATCHES_TRIED, MOST_STEPS_BEFORE_CAPTURE = 8, 12
 # Of these a note remains where the whole step of a user trains as eager does.
@@ -93,6 +94,7 @@ class Diagnosis:
         memory: the graph's predicted memory beside the free one; "" on a CPU.
         whole_is_right: a graph of the whole step trains as eager does.
         has_mine: the file hands over a capture of its own.
+        names: path of a module -> name to print, where it is another one.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -104,6 +106,7 @@ class Diagnosis:
     memory: str = ""
     whole_is_right: bool = False
     has_mine: bool = False
+    names: dict[str, str] = field(default_factory=dict)
 
     @property
     def status(self) -> int:
@@ -115,7 +118,9 @@ class Diagnosis:
         """Return the diagnosis as it is printed."""
         stands = any(finding.level != NOTE for finding in self.findings)
         lines = [self.pace] if self.pace else []
-        lines += ([] if stands else ["Nothing stands against a graph."]) + [each.text() for each in self.findings]
+        lines += ([] if stands else ["Nothing stands against a graph."]) + [
+            each.text(self.names) for each in self.findings
+        ]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
         lines += [self.memory] if self.memory else []
         return "\n".join([*lines, *self._plan()])
@@ -124,10 +129,10 @@ class Diagnosis:
         """Lines on what can be captured of a step that cannot be captured as a whole."""
         if self.alone is None:
             return
-        yield self.alone.text()
+        yield self.alone.text(self.names)
         if not self.parts:
             return
-        plan = ", then ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.parts)
+        plan = ", then ".join(f"{self.names.get(name, name)} {100 * share:.0f} %" for name, share in self.parts)
         if self.waits is None:
             yield "plan: the largest modules that can be captured, each with its share of the forward pass's operators;"
             yield f"the time that the GPU waits was not measured: {plan}"
@@ -167,9 +172,9 @@ def prepare(device: torch.device) -> None:
 
 def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
     """Return the diagnosis of a step from its state and the graphs to try."""
-    with _OneHotAsOnGpu() if state.device.type == "cpu" else contextlib.nullcontext():
+    with _one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
         eager = EagerSteps(state)
-        found = Diagnosis(findings=list(eager.findings()))
+        found = Diagnosis(findings=list(eager.findings()), names=shown(state.modules))
         found.pace = pace.measured(state)
         found.memory, full = memory.predicted(state, eager.peak_bytes)
         found.findings += full
@@ -190,9 +195,13 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
     found.whole_is_right = WHOLE in graphs and outcomes[0].is_equal
     if found.whole_is_right or (WHOLE not in graphs and any(outcome.is_equal for outcome in outcomes)):
         # Its numbers are eager's: what changes on the host does not matter.
-        noted = _HARMLESS if state.text else ()
-        found.findings = [replace(each, level=NOTE) if each.kind in noted else each for each in found.findings]
-        found.findings = [each for each in found.findings if each.level == NOTE or each.kind not in eager.suspects]
+        noted, kept = _HARMLESS if state.text else (), []
+        for each in found.findings:
+            if each.level == WRONG and each.kind in noted:
+                each = replace(each, level=NOTE)
+            if each.level in (NOTE, STOPS) or each.kind not in eager.suspects:
+                kept.append(each)
+        found.findings = kept
     elif failed and (failed[0].kind == "wrong copy" or levels.isdisjoint((failed[0].level, STOPS))):
         # The findings do not explain it.
         found.findings += [failed[0], *(ranks.merged(eager.host_values()) if failed[0].level == WRONG else [])]
@@ -203,7 +212,8 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
 def _tried(state, changes_host, findings, graphs) -> list[Outcome]:
     """The outcomes of graphs."""
     # On a GPU a capture that fails keeps its memory and may spoil the process.
-    stops = [finding for finding in findings if finding.level == STOPS and state.device.type == "cuda"]
+    on_gpu = state.device.type == "cuda"
+    stops = [each for each in findings if each.level == STOPS and (on_gpu or each.is_hidden)]
 
     def outcomes(is_exact):
         trials = {graph.reference: Trial(state, changes_host, is_exact, graph.reference) for graph in graphs}
@@ -225,18 +235,17 @@ def of_mine(state: StepState) -> Outcome:
     (own,) = _tried(state, False, [], [MINE])
     if own.is_equal:
         return own
-    evidence = own.text
-    if own.finding is not None and own.finding.level == WRONG:
-        cause = ""
+    if own.finding is None and state.device.type == "cpu":
+        return own
+    evidence, level = (own.finding.evidence, own.finding.level) if own.finding else (own.text, STOPS)
+    if level == WRONG:
         # The finding stands without its cause, too.
         with torch_settings.deterministic_kernels(), contextlib.suppress(Exception):
             cause = _cause_of_mine(state)
-        evidence = f"{cause}; {own.finding.evidence}" if cause else own.finding.evidence
-    if own.finding is None and state.device.type == "cpu":
-        return own
-    level = own.finding.level if own.finding is not None else STOPS
+            evidence = f"{cause}; {evidence}" if cause else evidence
+    line = user_file.made_at(state.make_mine)
     said = "trains otherwise, see above" if level == WRONG else "cannot be captured, see above"
-    return replace(own, text=said, finding=Finding("your capture", level, str(state.path), evidence))
+    return replace(own, text=said, finding=Finding("your capture", level, f"{state.path}{line}", evidence))
 
 
 def _cause_of_mine(state: StepState) -> str:
@@ -273,19 +282,20 @@ def _cause_of_mine(state: StepState) -> str:
     return ""
 
 
-class _OneHotAsOnGpu(TorchFunctionMode):
-    """Within it, one_hot with a number of classes reads nothing on the host, as on a GPU."""
+@contextlib.contextmanager
+def _one_hot_as_on_gpu():
+    """Within it, one_hot with a number of classes reads nothing on the host, in the backward pass neither."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.one_hot:
-            return func(*args, **kwargs)
-        values = kwargs.get("tensor", args[0] if args else None)
-        number = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
-        if number < 1:
-            return func(*args, **kwargs)
+    def one_hot(values, num_classes=-1):
+        number = int(values.max()) + 1 if num_classes == -1 else num_classes
         zeros = torch.zeros(*values.shape, number, dtype=torch.long, device=values.device)
         return zeros.scatter_(-1, values.unsqueeze(-1), 1)
+
+    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for key in ("CPU", "AutogradCPU"):
+            library.impl("one_hot", one_hot, key)
+        yield
 
 
 # ------------------------------------------------------------------------------------------------

@@ -7,25 +7,42 @@ replay gets wrong.
 
 import itertools
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
+from common.capture import host_graph_rules as rules
+from common.capture.errors import explained
 from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training.snapshot import storage_id
 from common.your_step import compare, host_values, memory, ranks
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
-from common.your_step.parts import tensors_in
-from common.your_step.place import Place
+from common.your_step.parts import changing_values, tensors_in
+from common.your_step.place import STEPPED, Place
+from common.your_step.reads import hidden_reads
 from common.your_step.source import Source
 from common.your_step.state import StepState, errors_with_lines
 from common.your_step.uninitialised import read_before_written
-from common.your_step.watch import A_CUDA_OPERATION, KINDS, Watched, watch
+from common.your_step.watch import A_CUDA_OPERATION, KINDS, Beside, Watched, watch
 
 NUM_STEPS = 5
 FEW_SHAPES = 4
+# Whose steps run with memory filled with NaN.
+MOST_BATCHES = 8
 MOST_CALLERS = 4
+# What to do about calls of these parts of torch, and for this reason.
+_REMEDIES = {
+    "checkpoint": "checkpoint(..., preserve_rng_state=False) where it draws no random numbers, else leave it eager: "
+    "graph_modules",
+    "distribution": "torch.distributions.Distribution.set_default_validate_args(False), in build",
+    rules.LENGTHS: "pad and mask: a padded batch, and a loss that leaves the padding out, need no packed sequence",
+}
+_MADE_PART_OF_BATCH = "make it part of the batch, which is copied before each replay"
+_AS_TENSOR = "make it a tensor on the GPU, which is copied with the batch, or the same number in all batches"
+_COPY = "write into the old tensor: old.copy_(new)"
 # Words of a warning of torch, which has no class of its own.
+_UNINVOKED = "pending, uninvoked backwards"
 _GRADIENT_STREAM = "AccumulateGrad node's stream does not match"
 
 
@@ -45,6 +62,7 @@ class EagerSteps:
         self.batches = list(itertools.islice(same, NUM_STEPS + 1))
         state.reset()
         self.watched: list[Watched] = []
+        self.of_state = {storage_id(tensor) for _, tensor in state.snapshot.tensors}
         self.looks = [self._look()]
         for index in self.batches[:NUM_STEPS]:
             self.watched.append(self._step(index))
@@ -61,7 +79,10 @@ class EagerSteps:
                 self.capturing = self._step(self.batches[-1], is_capturing=True)
             except ValueError as error:
                 self.objection = str(error)
-        self.unwritten = read_before_written(state, self.batches[0])
+        state.reset()
+        seen = {refused.place.own for refused in self.first.refused}
+        self.first.refused += [each for each in hidden_reads(state, self.batches[0]) if each.place.own not in seen]
+        self.unwritten = read_before_written(state, self._unlike_batches())
         self.peak_bytes = memory.peak_of(state, self.batches[0])
         state.reset()
 
@@ -71,8 +92,18 @@ class EagerSteps:
         return self.watched[0]
 
     def _step(self, index, is_capturing=False) -> Watched:
+        # A model's section "data" writes unseen what the rest of its step reads.
+        contents = self.watched[-1].contents if self.watched and self.state.text else {}
+        beside = Beside(self.state.threads, contents, self.of_state)
         with errors_with_lines(self.state.path):
-            return watch(self.state.step, self.state.batch(index), self.state.modules, is_capturing)
+            return watch(self.state.step, self.state.batch(index), self.state.modules, is_capturing, beside)
+
+    def _unlike_batches(self) -> list[int]:
+        """Batches of a user's step: one of each shape, then others; of a model, whose batches come in order, one."""
+        firsts = {kind: index for index, kind in reversed(list(enumerate(self.state.classes)))}
+        unlike = list(dict.fromkeys([*firsts.values(), *range(len(self.state.batches))]))
+        # All ranks make as many steps.
+        return ranks.first(unlike[:MOST_BATCHES]) if self.state.text else self.batches[:1]
 
     def _look(self) -> SimpleNamespace:
         values, tensors = host_values.look(self.state.step, self.state.owned)
@@ -85,6 +116,12 @@ class EagerSteps:
             gradients={name: None if p.grad is None else storage_id(p.grad) for name, p in named},
             homes={storage_id(p) for _, p in named},
             trained={name: p.requires_grad for name, p in named},
+            of_optimizers={
+                storage_id(each)
+                for optimizer in self.state.optimizers
+                for kept in optimizer.state.values()
+                for each in tensors_in(kept)
+            },
             # Those that are numbers on the host.
             rates=[None if isinstance(rate, torch.Tensor) else rate for rate in rates],
         )
@@ -117,7 +154,7 @@ class EagerSteps:
             if refused.name == A_CUDA_OPERATION and refused.place.line in copied:
                 continue
             place, evidence = refused.place, f"{compare.short(refused.name)} {refused.reason}"
-            if place.through:
+            if place.through in STEPPED:
                 evidence = f"{compare.short(refused.name)} in torch's {place.through} reads a number on the host"
                 kind = "learning rate" if place.through == "schedule" else place.through
                 yield Finding(kind, STOPS, self._made_at(place), evidence)
@@ -126,10 +163,14 @@ class EagerSteps:
                 evidence += f" (at {place.line})"
             if place.callers:
                 evidence += f", called from {', '.join(place.callers[:MOST_CALLERS])}"
-            yield _at(place, KINDS[refused.reason], STOPS, evidence)
+            remedy = _REMEDIES.get(place.through, _REMEDIES.get(refused.reason, ""))
+            found = _at(place, KINDS[refused.reason], STOPS, evidence, remedy)
+            yield replace(found, is_hidden=refused.is_hidden)
         for text, place in self.first.warned:
             if _GRADIENT_STREAM in text:
                 yield Finding("gradient stream", STOPS, place.own, text.split(". ")[0])
+            elif _UNINVOKED in text:
+                yield Finding("compiled graphs", SLOW, place.own, explained(text)[0], remedy=explained(text)[1])
 
     def _made_at(self, place):
         """The line that makes the optimizer or scaler, since it has to change; else the line that calls it."""
@@ -146,9 +187,19 @@ class EagerSteps:
         for place in self.first.threads:
             evidence = "work of another thread: it is no part of a graph, and a replay does not start it"
             yield _at(place, "thread", WRONG, evidence)
+        for place in dict.fromkeys(place for watched in self.watched for place in watched.drawing):
+            evidence = "a thread of build's draws random numbers from torch's generator while the step runs"
+            yield replace(_at(place, "thread", STOPS, evidence), where=self.source.draws_near(place.own))
 
     def _copies(self):
         batch = self._batch_storages()
+        exchanged = set().union(*(watched.exchanged for watched in self.watched))
+        refilled = [pair for watched in self.watched for pair in watched.refilled.items() if pair[0] not in exchanged]
+        for place in dict.fromkeys(place for _, place in refilled):
+            evidence = (
+                "the host fills this memory between two steps, past torch: a replay has the copy, not the filling"
+            )
+            yield _at(place, "host value", WRONG, evidence, _MADE_PART_OF_BATCH)
         for place, storage, pinned in self.first.copies:
             if storage in batch and not pinned:
                 evidence = "the batch is copied from unpinned memory inside of the step, while the host waits"
@@ -224,12 +275,13 @@ class EagerSteps:
         return any(refused.place.own in lines for refused in self.first.refused)
 
     def _number_differs(self, mine, a, b):
+        through = STEPPED.intersection(each.place.through for each in self.first.refused)
         evidence, place = f"{compare.short(mine.name)} gets {a!r} in one step and {b!r} in another", mine.place
         if place.through == "schedule":
             yield Finding("learning rate", WRONG, self._made_at(place), f"a schedule works on the host: {evidence}")
         elif place.through != "optimizer":
             yield _at(place, "host value", WRONG, evidence + self._changing())
-        elif self.looks[0].rates == self.looks[-1].rates and not any(each.place.through for each in self.first.refused):
+        elif self.looks[0].rates == self.looks[-1].rates and not through:
             yield Finding("host value", WRONG, place.own, f"in torch's optimizer {evidence}" + self._changing())
 
     def _address_differs(self, storage, index, operator):
@@ -245,6 +297,15 @@ class EagerSteps:
         if storage in look.gradients.values():
             evidence = "gradients are bound anew: a replay goes on with those of the capture"
             return _at(place, "gradient", WRONG, evidence)
+        if storage in look.of_optimizers:
+            before = self.watched[:index]
+            loads = [load for watched in before for load in watched.loads]
+            place = next((watched.made[storage] for watched in reversed(before) if storage in watched.made), place)
+            evidence = (
+                f"{compare.short(operator.name)} at {operator.place.own} reads a state of the optimizer that lies "
+            )
+            evidence += "elsewhere after a step: a replay goes on with that of the capture"
+            return _at(loads[-1] if loads else place, "moved memory", WRONG, evidence, _COPY)
         name = next((name for name, each in look.tensors.items() if storage_id(each) == storage), None)
         line = self.source.changed(name) if name else None
         evidence = f"{name or 'a tensor'} is another tensor after each step, and {compare.short(operator.name)} at "
@@ -299,15 +360,23 @@ class EagerSteps:
             yield Finding(kind, WRONG, self.source.at(line or self.source.made(*names)), evidence + self._changing())
 
     def _batches(self):
-        number = len(set(self.state.classes))
-        if number > FEW_SHAPES:
-            evidence = f"{number} shapes in {len(self.state.batches)} batches, and each needs a graph and its memory"
-            yield Finding("shapes of batches", SLOW, self.source.at(self.source.changed("batches")), evidence)
+        number, batches = len(set(self.state.classes)), self.state.batches
+        place = self.source.at(self.source.changed("batches"))
+        changing = changing_values(batches) if self.state.text else {}
+        if changing:
+            each = "; ".join(f"{name} is {', '.join(map(repr, values))}" for name, values in changing.items())
+            evidence = f"of batches whose tensors have one shape {each}: each value needs a graph and its memory"
+            is_number = any(type(value) in (int, float) for values in changing.values() for value in values)
+            level = SLOW if is_number or number > FEW_SHAPES else NOTE
+            yield Finding("shapes of batches", level, place, evidence, remedy=_AS_TENSOR)
+        elif number > FEW_SHAPES:
+            evidence = f"{number} shapes in {len(batches)} batches, and each needs a graph and its memory"
+            yield Finding("shapes of batches", SLOW, place, evidence)
 
     def _not_handed_over(self):
         """Find tensors that steps write and that a reset does not put back."""
         known = {storage_id(tensor) for _, tensor in self.state.snapshot.tensors}
-        known = known.union(*(look.homes.union(look.gradients.values()) for look in self.looks))
+        known = known.union(*(look.homes.union(look.gradients.values(), look.of_optimizers) for look in self.looks))
         known = known.union(*(watched.exchanged for watched in self.watched))
         # Put back through load_state_dict, as a loss scaler's.
         own = [each for holder in self.state.owned if hasattr(holder, "__dict__") for each in vars(holder).values()]
@@ -318,7 +387,7 @@ class EagerSteps:
         places: dict[str, str] = {}
         for watched in self.watched:
             for storage, place in watched.written.items():
-                if storage not in known:
+                if storage not in known and (storage in self.of_batches or storage not in watched.rewritten):
                     name = "its batch" if storage in self.of_batches else names.get(storage, "a tensor from before it")
                     places.setdefault(place.own, name)
         for where, name in places.items():
@@ -329,6 +398,9 @@ class EagerSteps:
         if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
             evidence = "autocast was on before the step, with its cache: a graph reads casts of weights from before it"
             yield Finding("autocast cache", WRONG, self.source.at(self.source.made("autocast")), evidence)
+        if self.state.moved_by_build:
+            evidence = f"{self.state.moved_by_build} counts batches before the first step: build has trained with it"
+            yield Finding("warm-up", NOTE, self.source.at(self.source.made("make_graphed_callables")), evidence)
         trained = [name for name, is_on in self.looks[-1].trained.items() if is_on]
         names = [name for name in trained if not any(look.gradients[name] for look in self.looks)]
         if names and len(names) < len(trained):
@@ -348,5 +420,5 @@ def _identity(generator) -> int:
     return generator._cdata
 
 
-def _at(place: Place, kind: str, level: str, evidence: str) -> Finding:
-    return Finding(kind, level, place.own, evidence, place.module)
+def _at(place: Place, kind: str, level: str, evidence: str, remedy: str = "") -> Finding:
+    return Finding(kind, level, place.own, evidence, place.module, remedy)

@@ -1,6 +1,6 @@
 """The doctor's findings, each with its place in the user's code, the evidence, and the remedy."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 # In the order in which they are printed. A note stands against nothing.
@@ -41,8 +41,10 @@ REMEDIES = {
     "settings": "NCCL_GRAPH_REGISTER=0, or no expandable segments",
     "wrong copy": "let the step depend on its batch's values alone: not on which object it is, or what is beside it",
     "unpinned copy": "pin the memory once in build, pin_memory(), and copy before the step with non_blocking=True",
-    "thread": "let the step's own thread do that work, or start it outside of the step",
+    "thread": "let the step's own thread do that work, outside of the step, or give the other one its own generator",
     "side stream": "let the step's stream wait for it at its end: current_stream().wait_stream(side)",
+    "compiled graphs": "see docs/doctor.md for the message",
+    "warm-up": "put back what the warm-up of a capture in build has moved, or hand the capture over as `mine`",
     "not handed over": "hand over every object that training changes",
     "not repeatable": "hand over all that training changes, and draw random numbers with torch",
     "your capture": "see docs/your_step.md, a capture of your own",
@@ -63,6 +65,8 @@ class Finding:
         where: file:line of the user's code, or the name of an object.
         evidence: what was seen.
         module: path of the innermost module that was running, or "".
+        remedy: what to do about it, where REMEDIES does not say it.
+        is_hidden: a host graph does not refuse it.
     """
 
     kind: str
@@ -70,11 +74,14 @@ class Finding:
     where: str
     evidence: str
     module: str = ""
+    remedy: str = ""
+    is_hidden: bool = False
 
-    def text(self) -> str:
-        """Return the finding in two lines."""
-        inside = f" in {self.module}" if self.module else ""
-        return f"{self.where}{inside}: {self.kind}, {self.level}: {self.evidence}\n    {REMEDIES[self.kind]}"
+    def text(self, names: Mapping[str, str] | None = None) -> str:
+        """Return the finding in two lines; names: those of modules that are printed otherwise."""
+        inside = f" in {(names or {}).get(self.module, self.module)}" if self.module else ""
+        remedy = self.remedy or REMEDIES[self.kind]
+        return f"{self.where}{inside}: {self.kind}, {self.level}: {self.evidence}\n    {remedy}"
 
 
 def ordered(findings: Iterable[Finding]) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import signal
 from unittest import mock
 
 import torch
@@ -9,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.contract import variant
 from common.training.snapshot import storage_id
-from common.variant import Capture, Compiled, Unsupported
-from common.your_step.compiled import deadline
+from common.variant import Capture, Compiled, Unsupported, require_compiler
 from common.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
 from common.your_step.state import StepState
 
@@ -67,10 +67,8 @@ class GraphedStep:
 class GraphedForwardBackward(GraphedStep):
     """All up to the optimizer in one graph, optimizer and schedules eager.
 
-    Calls of optimizers, schedules and loss scalers follow each replay.
-
-    In the capture these calls are only noted. From the first optimizer's step on zero_grad is noted, too, since the
-    optimizer still needs the gradients.
+    Calls of optimizers, schedules and loss scalers follow each replay: in the capture they are only noted. From the
+    first optimizer's step on zero_grad is noted, too, since the optimizer still needs the gradients.
     """
 
     def __init__(self, state: StepState, capture: Capture):
@@ -182,32 +180,91 @@ def _is_stepped(each):
     return hasattr(each, "step") and not isinstance(each, torch.nn.Module)
 
 
-@variant("reduce_overhead", kind="compile", graphs=None, parity=1e-2, headline=True)
-class CompiledModules(Compiled):
-    """torch.compile of the modules, whose mode reduce-overhead captures graphs itself.
+class _TooLong(BaseException):
+    """No Exception: the compiler catches those."""
 
-    It draws eager's numbers, to be compared.
+
+@contextlib.contextmanager
+def deadline(limit_s: float):
+    """Interrupt a block of the main thread that takes more than limit_s seconds (0: no limit), which is Unsupported."""
+    if not limit_s:
+        yield
+        return
+
+    def stop(number, frame):
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except _TooLong:
+        raise Unsupported(
+            f"torch.compile takes more than {limit_s:g} s; a variant that --variants names waits for it"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@variant("compile", kind="compile", parity=1e-2, headline=True)
+class CompiledModules(Compiled):
+    """torch.compile of the modules, without graphs.
+
+    Compiled steps draw eager's random numbers, in timed blocks, too. On a CPU they run where they are named.
     """
+
+    mode = "default"
 
     def __init__(self, state: StepState, capture: Capture):
         if not state.modules:
             raise Unsupported("no module was handed over, so there is nothing to compile")
-        self._limit_s = state.compile_limit_s
+        if state.gave_up_compiling:
+            raise Unsupported(state.gave_up_compiling)
+        is_named = self.mode == "default" and not state.compile_limit_s
         functions = [(module, "forward") for module in state.modules]
-        options = {"fullgraph": False, "options": {"fallback_random": True}}
-        super().__init__(
-            state, eager_step, functions, "the modules", mode="reduce-overhead", capture=capture, **options
-        )
+        options = {"fullgraph": False, "options": {"fallback_random": True}, "on_cpu": is_named}
+        super().__init__(state, eager_step, functions, "the modules", mode=self.mode, capture=capture, **options)
+        self.capture.strategy += ", eager's random numbers"
 
     def compile_steps(self) -> None:
-        """Make eager steps until nothing is compiled any more."""
+        """Make eager steps on batches of each shape until nothing is compiled any more."""
+        state = self.state
+        indices = [*range(4), *(index for index, kind in enumerate(state.classes) if kind not in state.classes[:4])]
         try:
-            with deadline(self._limit_s):
-                super().compile_steps()
-        except Unsupported:
+            with deadline(state.compile_limit_s):
+                Capture(strategy="", state=state).warm_up(lambda _, at: self.step(indices[at % len(indices)]), 4)
+                for index in indices[4:] * 3:
+                    self.step(index)
+        except Unsupported as error:
             # Processes that still compile would take the cores of steps that are timed.
             from torch._inductor.async_compile import shutdown_compile_workers
 
             shutdown_compile_workers()
             torch._dynamo.reset()
+            state.gave_up_compiling = str(error)
             raise
+
+
+@variant("graph_compiled", kind="compile", graphs=None, replays=1, parity=1e-2, headline=True)
+class GraphedCompiledStep(GraphedStep):
+    """The whole step in one graph, its modules compiled."""
+
+    def __init__(self, state: StepState, capture: Capture):
+        if state.device.type == "cpu":
+            require_compiler(state.device)
+        # It keeps the compiled kernels, which the graph launches.
+        self.compiled = CompiledModules(state, capture)
+        self.compiled.enter()
+        try:
+            super().__init__(state, capture)
+        finally:
+            self.compiled.leave()
+        capture.strategy = "the whole step, its modules compiled by torch.compile, eager's random numbers"
+
+
+@variant("reduce_overhead", kind="compile", graphs=None, parity=1e-2, headline=True)
+class ReducedOverhead(CompiledModules):
+    """torch.compile of the modules, whose mode reduce-overhead captures graphs itself."""
+
+    mode = "reduce-overhead"

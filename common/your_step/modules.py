@@ -10,8 +10,9 @@ import torch
 
 from common.capture.pool import Pool
 from common.contract import variant
+from common.measuring.module_parts import is_inside
 from common.variant import Capture, Unsupported
-from common.your_step.parts import Call, first_calls, is_inside
+from common.your_step.parts import Call, first_calls
 from common.your_step.state import StepState
 from common.your_step.watch import watch
 

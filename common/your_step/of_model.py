@@ -28,6 +28,7 @@ class ModelState:
     """
 
     binds_gradients, parity_steps, text, warm_losses = False, 4, "", ()
+    threads, moved_by_build = (), ""
 
     def __init__(self, training: Training, eager_step: Callable, device: torch.device, path: Path):
         self.training, self._eager_step, self.device, self.path = training, eager_step, device, path

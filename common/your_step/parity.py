@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.your_step.parts import copy_batch, hooked, named_parts, static_copy, tensors_in
+from common.measuring.module_parts import hooked, named_parts
+from common.your_step.parts import copy_batch, static_copy, tensors_in
 from common.your_step.state import StepState
 
 # Of all memory, for copies of the state.

@@ -1,12 +1,11 @@
 """What a step is made of: tensors in nests such as its batches, and the parts of its modules with their calls."""
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
+
+from common.measuring.module_parts import hooked
 
 
 def tensors_in(tree) -> list[torch.Tensor]:
@@ -22,6 +21,22 @@ def signature_of(batch) -> tuple:
     )
 
 
+def changing_values(batches: list) -> dict[str, list]:
+    """Return name -> values of the numbers and texts that differ among batches whose tensors have one shape."""
+    found: dict[str, list] = {}
+    first: dict[tuple, dict] = {}
+    for batch in batches:
+        leaves = {keystr(path): leaf for path, leaf in tree_leaves_with_path(batch)}
+        shapes = signature_of([leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)])
+        plain = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)}
+        for name, value in first.setdefault(shapes, plain).items():
+            other = plain.get(name, value)
+            if repr(other) != repr(value):
+                values = found.setdefault(f"batch{name}", [value])
+                values += [other] if other not in values else []
+    return found
+
+
 def static_copy(batch, device: torch.device):
     """Return the batch with copies of its tensors on the device, which a graph reads."""
     return tree_map(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, batch)
@@ -34,34 +49,9 @@ def copy_batch(static, batch) -> None:
             own.copy_(leaf, non_blocking=True)
 
 
-def is_inside(name: str, path: str) -> bool:
-    """Return whether a module is the one at a path, "" for a whole model, or lies inside of it."""
-    return not path or name == path or name.startswith(f"{path}.")
-
-
-def named_parts(modules: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    """Return (path, module) of all modules inside of these."""
-    return [(name, part) for module in modules for name, part in module.named_modules() if name]
-
-
 def has_several_ranks() -> bool:
     """Return whether this process is one of several ranks."""
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-
-
-@contextlib.contextmanager
-def hooked(named: Iterable[tuple[str, torch.nn.Module]], after: Callable, before: Callable | None = None):
-    """Within it, before(name) and after(name, module, args, kwargs, output) are called around each forward."""
-    handles: list = []
-    try:
-        for name, module in named:
-            if before is not None:
-                handles.append(module.register_forward_pre_hook(lambda *_, name=name: before(name)))
-            handles.append(module.register_forward_hook(functools.partial(after, name), with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -13,12 +14,19 @@ _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 # Averaged weights are no optimizer.
 _AVERAGES = os.path.join(_OPTIM, "swa_utils.py")
 _AMP = os.path.join(_TORCH, "amp") + os.sep
+# Others of torch's that a finding names.
+_NAMED = {
+    os.path.join(_TORCH, "utils", "checkpoint.py"): "checkpoint",
+    os.path.join(_TORCH, "distributions") + os.sep: "distribution",
+}
 _HERE = os.path.dirname(__file__) + os.sep
 _COMMON = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 
 UNKNOWN = "unknown line"
+# Values of `Place.through` that change with each step.
+STEPPED = {"optimizer", "schedule", "loss scaler"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Place:
     Attributes:
         line: file:line of the innermost frame outside of torch.
         own: file:line of the innermost frame outside of all installed packages, or the same.
-        through: "optimizer", "schedule" or "loss scaler" where the call comes from one of torch's.
+        through: one of STEPPED, "checkpoint" or "distribution" where the call comes from one of torch's.
         module: path of the innermost module that is running.
         callers: file:line of the user's frames around `own`, inner ones first.
     """
@@ -42,18 +50,31 @@ class Place:
 
 def place_of_call(module: str = "", has_callers: bool = False) -> Place:
     """Return the place in the user's code that is running, with its callers where they are asked for."""
-    place = _place_above(sys._getframe(1), module, has_callers)
+    place = place_of(_frames(sys._getframe(1)), module, has_callers)
     if place.line == UNKNOWN:
         # The backward pass of a GPU runs in a thread of its own, while the user's code waits in the main one.
-        place = _place_above(sys._current_frames().get(threading.main_thread().ident or 0), module, has_callers)
+        place = place_of_thread(threading.main_thread(), module, has_callers)
     return place
 
 
-def _place_above(frame: FrameType | None, module, has_callers) -> Place:
+def place_of_thread(thread: threading.Thread, module: str = "", has_callers: bool = False) -> Place:
+    """Return the place in the user's code at which another thread is."""
+    return place_of(_frames(sys._current_frames().get(thread.ident or 0)), module, has_callers)
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def place_of(frames: Iterable[tuple[str, int]], module: str = "", has_callers: bool = False) -> Place:
+    """Return the place of (file, line) of frames, the innermost first."""
     line = own = through = ""
     callers = []
-    while frame is not None and (has_callers or not own):
-        path, here = frame.f_code.co_filename, frame.f_lineno
+    for path, here in frames:
+        if own and not has_callers:
+            break
         is_installed = path.startswith(_COMMON) or any(part in path for part in _PACKAGES)
         if own:
             if _is_outside(path) and not is_installed and not path.startswith(_STANDARD_LIBRARY):
@@ -62,10 +83,11 @@ def _place_above(frame: FrameType | None, module, has_callers) -> Place:
             through = through or ("schedule" if "lr_scheduler" in path else "optimizer")
         elif path.startswith(_AMP):
             through = "loss scaler" if "grad_scaler" in path else through
+        elif path.startswith(_TORCH):
+            through = through or next((name for start, name in _NAMED.items() if path.startswith(start)), "")
         elif _is_outside(path) and (is_installed or not path.startswith(_STANDARD_LIBRARY)):
             line = line or f"{path}:{here}"
             own = "" if is_installed else f"{path}:{here}"
-        frame = frame.f_back
     return Place(line or UNKNOWN, own or line or UNKNOWN, through, module, tuple(callers))
 
 

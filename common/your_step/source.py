@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 
 _CHANGING = ("append", "add", "pop", "update", "extend", "insert", "clear", "remove", "copy_", "lerp_", "add_", "mul_")
+_DRAWING = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "normal_"}
+_DRAWING |= {"uniform_", "random_", "bernoulli", "bernoulli_", "exponential_", "multinomial", "dropout", "sample"}
 
 
 class Source:
@@ -45,6 +47,18 @@ class Source:
         kinds = (ast.If, ast.IfExp, ast.While)
         tests = [node.test for node in self._nodes if isinstance(node, kinds)]
         return [test.lineno for test in tests if any(_word(each) == _last(name) for each in ast.walk(test))]
+
+    def draws_near(self, where: str) -> str:
+        """Return the first FILE:LINE in the function around FILE:LINE that draws random numbers, else that line."""
+        path, _, number = where.rpartition(":")
+        if path != str(self.path) or not number.isdigit():
+            return where
+        line = int(number)
+        kinds = ast.FunctionDef, ast.Lambda
+        around = [n for n in self._nodes if isinstance(n, kinds) and n.lineno <= line <= (n.end_lineno or line)]
+        inner = max(around, key=lambda each: each.lineno, default=None)
+        calls = [each for each in ast.walk(inner) if isinstance(each, ast.Call)] if inner else []
+        return self.at(min((each.lineno for each in calls if _word(each.func) in _DRAWING), default=line))
 
     def made(self, *names: str) -> int | None:
         """Return the last line that calls one of these names, such as a class."""

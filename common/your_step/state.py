@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from common.capture.pool import CaptureError
 from common.measuring import marks
 from common.training.snapshot import Snapshot
 from common.your_step import host_values, step_file, user_file
-from common.your_step.parts import signature_of, tensors_in
+from common.your_step.parts import changing_values, signature_of, tensors_in
 
 # Optimizers make their state in their first step. All variants train from the state after these.
 WARM_STEPS = 3
@@ -36,16 +37,20 @@ class StepState:
     parity_steps = 8
     # Seconds after which torch.compile is given up; 0: none.
     compile_limit_s = 0.0
+    # The reason, once it was given up.
+    gave_up_compiling = ""
 
     def __init__(self, text: str, device: torch.device, prog: str):
         self.text, self.device = text, device
         self.path = step_file.split(text)[0].resolve()
         with user_file.watchdog(prog):
+            threads = set(threading.enumerate())
             handed = user_file.load(text, device)
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned
             self.make_mine = handed.make_mine
             self.modules = [each for each in self.owned if isinstance(each, torch.nn.Module)]
             self.optimizers = [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
+            self.moved_by_build = _moved(self.modules)
             self.losses: dict[int, torch.Tensor | float] = {}
             has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.modules)
             # Counts and rates in dicts, closures and objects, which no object of torch holds.
@@ -58,6 +63,8 @@ class StepState:
                 # Seconds of the last of these steps.
                 self.step_s = time.monotonic() - start
                 self.moving.note()
+        # Those that build or the first steps have started, and that go on.
+        self.threads = [each for each in threading.enumerate() if each not in threads]
         # Before the snapshot, so that a start that is broken already is told from a step that breaks.
         self.warm_losses = [float(loss) for loss in self.losses.values()]
         self.snapshot = Snapshot(self.owned, device)
@@ -66,10 +73,9 @@ class StepState:
         signatures = [signature_of(batch) for batch in self.batches]
         known = list(dict.fromkeys(signatures))
         if len(known) > MOST_CLASSES:
-            raise ValueError(
-                f"{self.path.name}: its batches have {len(known)} shapes, and a graph has one: pad them to at most "
-                f"{MOST_CLASSES}"
-            )
+            text = f"{self.path.name}: its batches have {len(known)} shapes, and a graph has one: pad them to at most "
+            names = ", ".join(changing_values(self.batches))
+            raise ValueError(f"{text}{MOST_CLASSES}" + (f", and make {names} a tensor on the GPU" if names else ""))
         self.classes = [known.index(each) for each in signatures]
 
     def batch(self, index: int):
@@ -148,6 +154,12 @@ class StepState:
     def batch_class(self, index: int) -> int:
         """Return the number of the batch's shape."""
         return self.classes[index % len(self.classes)]
+
+
+def _moved(modules) -> str:
+    """The first statistics that have seen a batch, or ""."""
+    named = [(name, each) for module in modules for name, each in module.named_buffers()]
+    return next((name for name, each in named if name.endswith("num_batches_tracked") and int(each) > 0), "")
 
 
 def marked(layers):

@@ -1,12 +1,6 @@
 """A step that somebody hands over, eager and under graphs: `make measure STEP=my_step.py:build`.
 
-The file imports nothing of this repository:
-
-    def build(device):
-        model, optimizer, batches = ...            # batches: a finite list
-        def step(batch): ...; return loss          # a whole eager step
-        return step, batches, [model, optimizer]   # what training changes
-
+docs/your_step.md shows the file.
 python -m common.your_step.train --step my_step.py:build --variant graph_step      trains
 """
 
@@ -18,8 +12,9 @@ if __name__ == "__main__":
 
 import torch
 
+from common.measuring import flops
 from common.session import session
-from common.your_step import flops, step_file
+from common.your_step import step_file
 from common.your_step.state import StepState
 
 
@@ -28,7 +23,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     step_file.split(config.step)
     state = StepState(config.step, device, "python -m common.your_step.train")
     state.compile_limit_s = config.compile_limit_s
-    counted, notes = flops.of_step(state)
+    counted, notes = flops.of_step(lambda: state.train(0), state.reset)
     return Training(
         state=state,
         results=state.read_losses,

@@ -1,8 +1,4 @@
-"""Graphs of a step, each beside two eager trainings from the same start: equal, wrong, or not to be captured.
-
-Two more trainings tell causes apart. The step runs eagerly on the copies of batches that a graph reads: if that goes
-wrong as well, the copies are at fault and not the capture. And a graph replays with its free memory filled.
-"""
+"""Graphs of a step, each beside two eager trainings from the same start: equal, wrong, or not to be captured."""
 
 import math
 from collections.abc import Callable
@@ -12,9 +8,9 @@ from typing import Any
 import torch
 
 from common import variant as variants
+from common.capture.errors import explained
 from common.capture.pool import CaptureError
 from common.your_step import parity, ranks
-from common.your_step.errors import explained
 from common.your_step.findings import STOPS, WRONG, Finding
 from common.your_step.parts import has_several_ranks
 from common.your_step.state import StepState, lacks_deterministic_kernel
@@ -99,6 +95,7 @@ class Trial:
         reason, place = (error.reason, error.place) if isinstance(error, CaptureError) else ("", "")
         cause, remedy = explained(said, reason)
         evidence = (said if is_full else cause or said) + (f"; {remedy}" if remedy else "")
+        evidence += "".join(f"; CUDA's log: {line}" for line in getattr(error, "log", ()))
         kind, level = ("memory", STOPS) if is_full else ("capture", level)
         finding = Finding(kind, level, place or "the step", evidence)
         text = f"failed: {said if is_full else cause or said}"

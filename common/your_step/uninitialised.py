@@ -10,19 +10,25 @@ from common.capture.host_graph_rules import ALLOCATIONS
 from common.your_step import ranks
 from common.your_step.parts import tensors_in
 from common.your_step.place import Place, place_of_call
+from common.your_step.watch import written
 
 
-def read_before_written(state, index: int) -> tuple[Place, str] | None:
-    """Make two steps on a batch; return (place of the allocation, evidence), None where no result depends on it."""
+def read_before_written(state, indices: list[int]) -> tuple[Place, str] | None:
+    """Make a step on each of some batches; return (place of an allocation, evidence), None where it does not matter."""
+    for index in indices:
+        found, has_nan = _filled_step(state, index, float("nan"))
+        if ranks.first(has_nan) and not ranks.first(_filled_step(state, index, 0.0)[1]):
+            return found
+    return None
+
+
+def _filled_step(state, index, value):
+    """Where fresh memory that holds a value was read, and whether NaN comes out of the step."""
     state.reset()
-    with Filled(0.0):
-        if ranks.first(_has_nan(state, state.step(state.batch(index)))):
-            return None
-    state.reset()
-    filled = Filled(float("nan"))
+    batch, filled = state.batch(index), Filled(value)
     with filled:
-        loss = state.step(state.batch(index))
-    return filled.found if _has_nan(state, loss) else None
+        loss = state.step(batch)
+    return filled.found, _has_nan(state, loss)
 
 
 def _has_nan(state, loss) -> bool:
@@ -62,7 +68,8 @@ class Filled(TorchDispatchMode):
 
     def _look(self, func, args, kwargs, result):
         read = list(filter(self._is_allocated, tensors_in((args, kwargs))))
-        if read and any(not self._is_allocated(tensor) and _nan(tensor) for tensor in tensors_in(result)):
+        made = [*tensors_in(result), *written(func, args, kwargs)]
+        if read and any(not self._is_allocated(tensor) and _nan(tensor) for tensor in made):
             place, _ = self._allocated[read[0].untyped_storage()._cdata]
             name = str(func).removesuffix(".default")
             evidence = f"{name} at {place_of_call().own} reads memory that was allocated here and not written"

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
+from common.capture.errors import explained
 from common.your_step.parts import tensors_in
 from common.your_step.step_file import FOLDER, split
 
@@ -73,6 +74,12 @@ def where(error: BaseException, path: Path) -> str:
     return f"{path.name}{line}"
 
 
+def made_at(function) -> str:
+    """Return :LINE of a function's definition, or "" where it has none."""
+    code = getattr(function, "__code__", None)
+    return f":{code.co_firstlineno}" if code is not None else ""
+
+
 def said(error: BaseException) -> str:
     """Return an error's type and first line, and what helps where that is known."""
     first = (str(error).strip() or "nothing").splitlines()[0][:200]
@@ -80,6 +87,8 @@ def said(error: BaseException) -> str:
 
 
 def _remedy(error, text) -> str:
+    if "CUDAGraphs" in text or "graph recording" in text:
+        return ": " + "; ".join(explained(text))
     if isinstance(error, ModuleNotFoundError):
         return ": PYTHON=/path/of/python runs the step in your own interpreter"
     needs_ranks = isinstance(error, KeyError) and error.args[:1] and error.args[0] in OF_RANKS

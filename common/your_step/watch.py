@@ -6,8 +6,11 @@ refuses; here every one is noted and the step goes on.
 
 import concurrent.futures
 import contextlib
+import ctypes
 import threading
 import warnings
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -17,12 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture import host_graph_rules as rules
+from common.capture.side_streams import StreamWatch
 from common.measuring import marks
+from common.measuring.module_parts import hooked, named_parts
 from common.training.snapshot import storage_id, storage_of
-from common.your_step.parts import has_several_ranks, hooked, named_parts, tensors_in
-from common.your_step.place import Place, place_of_call
-from common.your_step.streams import StreamWatch
+from common.your_step.parts import has_several_ranks, tensors_in
+from common.your_step.place import Place, place_of_call, place_of_thread
 
+# The host may fill memory of up to so many bytes without an operator.
+_MOST_HASHED = 1 << 24
+# They write all of their first argument and read none of it.
+_FILLS = {f"aten::{name}_" for name in ("copy", "zero", "fill", "normal", "uniform", "random", "bernoulli")}
+_FILLS |= {"aten::exponential_", "aten::_foreach_copy_", "aten::_foreach_zero_"}
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 WAITS = "waits for the GPU"
@@ -59,11 +68,15 @@ def _calls_of_gpu() -> list:
 
 @dataclass(frozen=True)
 class Refused:
-    """A call that no graph can hold: its name, the reason, which is a key of KINDS, and its place."""
+    """A call that no graph can hold: its name, the reason, which is a key of KINDS, and its place.
+
+    is_hidden: inside of torch's C++, where a host graph does not see it.
+    """
 
     name: str
     reason: str
     place: Place
+    is_hidden: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,8 +111,13 @@ class Watched:
         written: storage from outside of the step -> place of the first operator that writes it.
         from_host: storages of tensors that the step has made from data of the host.
         exchanged: storages of tensors that collectives and FSDP's own operators take, as the buckets of DDP.
+        rewritten: those storages from outside whose first operator writes all of it: nothing is carried over in them.
+        contents: hash of small memory of the host that the step reads from outside, after its own operators.
+        refilled: such storages that no operator has changed since an earlier step -> place of the first that reads it.
         kept: storages from outside of the step, held so that no other one gets their address.
         threads: places that start a thread, or hand work to one.
+        drawing: places of threads that were at work when the random state changed between two operators.
+        loads: places that load an optimizer's state.
         warned: (message, place) of each warning.
         asked_capturing: place where the step asked first whether a stream captures.
         unjoined: (text, place) of work on side streams that the step does not wait for.
@@ -113,30 +131,54 @@ class Watched:
     written: dict[int, Place] = field(default_factory=dict)
     from_host: set[int] = field(default_factory=set)
     exchanged: set[int | None] = field(default_factory=set)
+    rewritten: set[int | None] = field(default_factory=set)
+    contents: dict[int, int] = field(default_factory=dict)
+    refilled: dict[int, Place] = field(default_factory=dict)
     kept: dict[int, torch.UntypedStorage | None] = field(default_factory=dict)
     threads: list[Place] = field(default_factory=list)
+    drawing: list[Place] = field(default_factory=list)
+    loads: list[Place] = field(default_factory=list)
     warned: list[tuple[str, Place]] = field(default_factory=list)
     asked_capturing: Place | None = None
     unjoined: list[tuple[str, Place]] = field(default_factory=list)
 
 
-def watch(step, batch, modules, is_capturing: bool = False) -> Watched:
+@dataclass(frozen=True)
+class Beside:
+    """What may go on beside a step.
+
+    Attributes:
+        threads: those of the user's that may draw random numbers meanwhile.
+        contents: of the step before, see `Watched`.
+        known: storages whose contents are not looked at.
+    """
+
+    threads: Sequence[threading.Thread] = ()
+    contents: Mapping[int, int] = field(default_factory=dict)
+    known: Collection[int | None] = ()
+
+
+def watch(step, batch, modules, is_capturing=False, beside: Beside | None = None) -> Watched:
     """Make one step eagerly and note what it does, with the running parts of modules.
 
     A step that asks whether the current stream captures gets `is_capturing`.
     """
-    watcher = _Watcher()
+    watcher = _Watcher(beside or Beside())
     with contextlib.ExitStack() as stack:
         stack.enter_context(_noting_calls(watcher, rules.PATCHED + _calls_of_gpu()))
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
         for owner, name in ((threading.Thread, "start"), (concurrent.futures.ThreadPoolExecutor, "submit")):
-            stack.enter_context(mock.patch.object(owner, name, watcher.starting(getattr(owner, name))))
+            stack.enter_context(mock.patch.object(owner, name, watcher.noted(getattr(owner, name), "threads")))
+        load = torch.optim.Optimizer.load_state_dict
+        stack.enter_context(mock.patch.object(torch.optim.Optimizer, load.__name__, watcher.noted(load, "loads")))
         stack.enter_context(watcher.streams)
         stack.enter_context(marks.opening_sections(watcher.section))
         stack.enter_context(hooked(named_parts(modules), watcher.left, watcher.stack.append))
         with _Functions(watcher), _Operators(watcher):
             step(batch)
     watcher.found.unjoined = watcher.streams.unjoined()
+    for address in watcher.found.contents.keys() & watcher.found.written.keys():
+        watcher.found.contents[address] = _hash(watcher.found.kept[address])
     return watcher.found
 
 
@@ -162,7 +204,7 @@ def reads_noted():
 
     So it may begin in one call and end in another, and no compiled code is compiled again.
     """
-    watcher = _Watcher()
+    watcher = _Watcher(Beside())
     patched = rules.PATCHED + _calls_of_gpu() + [(torch.Tensor, name, rules.READS) for name in rules.CONVERSIONS]
     patched += [(torch, name, rules.READS) for name in ("equal", "allclose")]
     with _noting_calls(watcher, [each for each in patched if each[2] in (rules.READS, WAITS)]):
@@ -170,8 +212,10 @@ def reads_noted():
 
 
 class _Watcher:
-    def __init__(self):
+    def __init__(self, beside):
         self.found, self.stack = Watched(), []
+        self.threads, self.contents, self.known = beside.threads, beside.contents, beside.known
+        self.states = self.random_states()
         # Inside of a call that was noted, or in a part of the step that no graph holds.
         self.is_inside = self.is_on_host = self.stores_number = False
         self.streams = StreamWatch() if torch.cuda.is_available() else StreamWatch(None)
@@ -198,9 +242,32 @@ class _Watcher:
     def section(self, name):
         return self.flagged(is_inside=True, is_on_host=True) if name in marks.ON_HOST else contextlib.nullcontext()
 
+    def random_states(self):
+        own = [torch.default_generator, *getattr(torch.cuda, "default_generators", ())] if self.threads else []
+        return [_hash(each.get_state().untyped_storage()) for each in own]
+
+    def look_for_draws(self):
+        if self.states != self.random_states():
+            places = [place_of_thread(each) for each in self.threads if each.is_alive()]
+            self.found.drawing += [place for place in places if place not in self.found.drawing]
+
+    def look_at_contents(self, tensor, address, place):
+        """Note memory of the host that was filled since the last step, by NumPy for one."""
+        storage = storage_of(tensor)
+        if storage is None or storage.device.type != "cpu" or storage.nbytes() > _MOST_HASHED:
+            return
+        if address in self.known:
+            return
+        self.found.contents[address] = _hash(storage)
+        if self.contents.get(address) not in (None, self.found.contents[address]):
+            self.found.refilled[address] = place
+
     def noting(self, original, name, reason):
         def note(*args, **kwargs):
             if self.is_inside or _is_for_host(reason, args):
+                return original(*args, **kwargs)
+            if threading.get_ident() in {each.ident for each in self.threads}:
+                self.found.threads.append(self.place())
                 return original(*args, **kwargs)
             self.refuse(name, reason)
             with self.flagged(is_inside=True):
@@ -208,13 +275,13 @@ class _Watcher:
 
         return note
 
-    def starting(self, original):
-        def start(*args, **kwargs):
+    def noted(self, original, name):
+        def note(*args, **kwargs):
             if not self.is_on_host:
-                self.found.threads.append(self.place())
+                getattr(self.found, name).append(self.place())
             return original(*args, **kwargs)
 
-        return start
+        return note
 
     def asking(self, answer):
         def is_current_stream_capturing():
@@ -259,6 +326,7 @@ class _Operators(TorchDispatchMode):
         if watcher.is_on_host or func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         place, found = watcher.place(), watcher.found
+        watcher.look_for_draws()
         watcher.streams.launched(place)
         leaves = tree_leaves((args, kwargs))
         is_exchange = is_collective(str(func))
@@ -279,14 +347,21 @@ class _Operators(TorchDispatchMode):
             if isinstance(leaf, torch.Generator):
                 found.generators.setdefault(id(leaf), (leaf, place))
         given = tensors_in(leaves)
+        for tensor in given:
+            address = storage_id(tensor)
+            if address is not None and address not in found.made and address not in found.kept:
+                watcher.look_at_contents(tensor, address, place)
+                if _is_rewritten(tensor, func, args, kwargs):
+                    found.rewritten.add(address)
         outside = tuple(_outside(tensor, found) for tensor in given)
         if func._schema.name == "aten::lift_fresh":
             found.from_host.add(storage_id(args[0]))
-        for tensor in () if is_exchange else _written(func, args, kwargs):
+        for tensor in () if is_exchange else written(func, args, kwargs):
             address = storage_id(tensor)
             if address is not None and address not in found.made:
                 found.written.setdefault(address, place)
         result = func(*args, **kwargs)
+        watcher.states = watcher.random_states()
         self._note_copy(func, args, result, place)
         tensors, taken = tensors_in(result), {storage_id(tensor) for tensor in given}
         for tensor in tensors:
@@ -327,13 +402,30 @@ def _is_cuda(leaf):
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
 
 
-def _written(func, args, kwargs) -> list[torch.Tensor]:
-    """The tensors that an operator writes, by its schema."""
+def written(func, args, kwargs) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes, by its schema."""
     if not func._schema.is_mutable:
         return []
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     aliases = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
     return tensors_in([values.get(name) for name, alias in aliases if alias is not None and alias.is_write])
+
+
+def _is_rewritten(tensor, func, args, kwargs) -> bool:
+    """Say whether an operator writes all of a tensor's memory and reads none of it."""
+    storage = storage_of(tensor)
+    if storage is None or not func._schema.is_mutable or tensor.nbytes != storage.nbytes():
+        return False
+    if func._schema.name in _FILLS:
+        written = args[:1]
+    else:
+        written = [kwargs.get(each.name) for each in func._schema.arguments if each.is_out]
+    return any(each is tensor for each in tensors_in(written))
+
+
+def _hash(storage) -> int:
+    """A hash of memory of the host."""
+    return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())) if storage.nbytes() else 0
 
 
 def _outside(tensor, found) -> int | None:

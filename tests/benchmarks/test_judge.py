@@ -646,6 +646,16 @@ def test_the_ceiling_of_a_compiled_graph_is_that_of_the_compiled_program():
     assert found.uncaptured("compile") == "" and found.ceiling("compile") is None
 
 
+@pytest.mark.parametrize(
+    ("ms", "made_s", "steps"),
+    [([8.0, 8.01], 6.0, 3008), ([8.0, 8.01], None, None), ([12.0, 12.01], 6.0, None), ([9.0, 11.2], 6.0, None)],
+)
+def test_capture_is_paid_back_after_the_steps_that_gain_its_seconds(ms, made_s, steps):
+    run = made_run(ms={"graph_layer": ms})
+    variant(run).capture.made_s = made_s
+    assert judge.judged(run)[""].paid_back("graph_layer") == steps
+
+
 def test_issue_is_the_median_over_blocks_and_at_most_the_step():
     run = made_run(issue=(12.0, 8.0))
     assert judge.judged(run)[""].issue_ms("eager") == 10.0  # a step takes 10 ms

@@ -13,11 +13,13 @@ import pytest
 from benchmarks import ROOT, command, judge, measure, report
 from benchmarks.files import run_file
 from benchmarks.files.facts import OWN_STEP, Raised
-from benchmarks.pages import run_table
+from benchmarks.pages import reasons, run_table
 from benchmarks.processes.gpus import Gpus
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run
 
+PARTS = ["graph_step", "graph_fwd_bwd", "graph_modules"]
+WHOLE = ["graph_step", "compile", "graph_compiled", "reduce_overhead"]
 STEP = """
 import torch
 
@@ -120,12 +122,12 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
 @pytest.mark.parametrize(
     ("names", "whole", "mine", "timed"),
     [
-        (("NVIDIA H100",), True, False, ["graph_step", "reduce_overhead"]),
-        (("NVIDIA H100",), True, True, ["graph_step", "reduce_overhead", "mine"]),
-        (("NVIDIA H100",), False, False, None),
+        (("NVIDIA H100",), True, False, WHOLE),
+        (("NVIDIA H100",), True, True, [*WHOLE, "mine"]),
+        (("NVIDIA H100",), False, False, list(measure.WHAT)[:-1]),
         (("NVIDIA H100",), False, True, [*list(measure.WHAT)[:-1], "mine"]),
-        ((), True, False, None),
-        ((), True, True, [*list(measure.WHAT)[:-1], "mine"]),
+        ((), True, False, PARTS),
+        ((), True, True, [*PARTS, "mine"]),
     ],
 )
 def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, monkeypatch, names, whole, mine, timed):
@@ -143,6 +145,44 @@ def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, mon
         measure.measure(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build"]))
     found = asked.value.args[0]
     assert (command.words_of(found) if found else None) == timed
+
+
+def test_row_and_sentence_say_when_a_capture_is_paid_back_and_what_its_graphs_hold():
+    run = made_run(ms={"graph_layer": [8.0, 8.01]}, issue=(12.0, 8.0))
+    own = run.builds[""].variants["graph_layer"]
+    own.capture.made_s, own.profile.graph_time_share = 6.0, 0.873
+    text = run_table.report(run)
+    assert "paid back" in text.splitlines()[0] and "3,008" in text
+    assert "1 graph, with 87 % of the GPU's time, made in 6.00 s with warm-up and compiler." in text
+    assert max(map(len, text.splitlines())) <= run_table.WIDTH
+
+
+PLAIN = {"busy_ms": 8.0, "kernels": 400, "overlap_ms": 0.5, "graph_share": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("eager", "graph", "more", "said"),
+    [
+        ({"busy_ms": 9.9}, {"busy_ms": 9.9}, {}, "the GPU is the limit, busy for 99 % of an eager step"),
+        ({}, {"graph_share": 0.4}, {}, "wrong part of the step, 40 % of its kernels"),
+        ({}, {}, {"graphs": 100}, "too many small graphs, 100 with 4 kernels"),
+        ({}, {"busy_ms": 9.0, "kernels": 440}, {}, "copies of inputs: 40 kernels more than eager, 1 ms more"),
+        ({"overlap_ms": 1.5}, {"busy_ms": 9.0, "overlap_ms": 0.5}, {}, "run in turn: streams share a queue"),
+        ({"overlap_ms": 1.5}, {"busy_ms": 9.0, "overlap_ms": 0.5}, {"ranks": 2}, "the end of a captured backward pass"),
+        ({}, {}, {}, "none of NVIDIA's five reasons"),
+    ],
+)
+def test_graph_that_is_not_faster_has_its_reason(eager, graph, more, said):
+    run = made_run(ms={"eager": [10.0, 10.01], "graph_layer": [10.0, 10.02]}, issue=(9.0, 8.0))
+    for name, own in (("eager", eager | {"graph_share": 0.0}), ("graph_layer", graph)):
+        for key, value in (PLAIN | own).items():
+            setattr(run.builds[""].variants[name].profile, key, value)
+    run.builds[""].variants["graph_layer"].capture.graphs = more.get("graphs", 1)
+    run.ranks = more.get("ranks", 1)
+    found = judge.judged(run)[""]
+    assert said in reasons.reason(found, "graph_layer")
+    run.device = "cpu"
+    assert not reasons.reason(judge.judged(run)[""], "graph_layer")
 
 
 @pytest.mark.parametrize(

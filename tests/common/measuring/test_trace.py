@@ -41,6 +41,9 @@ def test_facts_are_of_a_step_and_of_the_gpus_work_alone():
     events += [call("cudaGraphLaunch", 0, 3), call("cudaLaunchKernel", 0, 4)]
     found = trace.facts(events, 2)
     assert (found["busy_ms"], found["kernels"], found["graph_share"]) == (1.2, 3, 0.5)
+    # 900 us of each 1,600 us of kernels and copies are the graph's.
+    assert found["graph_time_share"] == pytest.approx(0.5625)
+    assert trace.graph_time_share(trace.gpu_work([work(0, 5, 9)])) is None
     # From 0 to 3,000 us, 300 us idle in each step and 300 between them; the copy's 400 us lie behind a kernel.
     assert (found["gap_ms"], found["overlap_ms"]) == (0.3, 0.4)
     assert found["top_kernels"][0]["num"] == 3 and len(found["kernels_hash"]) == 16

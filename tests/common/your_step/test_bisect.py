@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.measuring import torch_settings
-from common.your_step import bisect, idle
+from common.measuring import idle, torch_settings
+from common.your_step import bisect
 from common.your_step.doctor import diagnose
 from common.your_step.state import StepState
 

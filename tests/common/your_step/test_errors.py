@@ -5,10 +5,11 @@ import torch
 
 from common.capture import host_graph_rules as rules
 from common.capture.checks import CaptureError
+from common.capture.errors import explained
 from common.capture.pool import Pool
-from common.your_step import watch
-from common.your_step.errors import explained
-from common.your_step.findings import REMEDIES
+from common.your_step import user_file, watch
+from common.your_step.findings import REMEDIES, STOPS
+from common.your_step.trial import Trial
 
 # What CUDA 13.0 says for errors 900 to 908, as PyTorch passes it on.
 CUDA = {
@@ -35,6 +36,9 @@ OTHERS = [
     ("During CUDA graph capture, autograd node 'X' has a stale reference to the default stream", "gradients"),
     ("captures_underway.empty() INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp", "another capture"),
     ("accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run", "next replay"),
+    # Two of torch._inductor.cudagraph_trees.
+    ("TODO: graph recording observed an input tensor deallocate during graph  recording that did not", "checkpoint"),
+    ("Unable to hit fast path of CUDAGraphs because of pending, uninvoked backwards. Consider", "backward pass"),
     ("CUDA out of memory. Tried to allocate 2.00 GiB", "does not fit"),
     ("CUDA error: an illegal memory access was encountered", "given back"),
 ]
@@ -92,3 +96,21 @@ def test_a_message_of_torch_has_its_cause(message, words):
 
 def test_an_unknown_message_has_no_cause():
     assert explained("size mismatch, m1: [2 x 3]") == ("", "")
+
+
+def test_step_that_raises_an_error_of_compiled_graphs_is_told_the_remedy():
+    message = "TODO: graph recording observed an input tensor deallocate during graph  recording that did not occur"
+
+    assert "compile around the checkpoint" in user_file.said(RuntimeError(message))
+    assert "compile around" not in user_file.said(RuntimeError("shapes differ"))
+
+
+def test_finding_of_a_failed_capture_has_the_lines_of_cudas_log():
+    trial = Trial.__new__(Trial)
+    error = CaptureError(
+        f"CUDA error: {CUDA[900]} (at my_step.py:7)", place="my_step.py:7", log=["cuCall in loader: no"]
+    )
+
+    found = trial._failed(error, STOPS).finding
+
+    assert found.where == "my_step.py:7" and "CUDA's log: cuCall in loader: no" in found.evidence

@@ -8,10 +8,10 @@ import torch
 
 from common.your_step import watch as watching
 from common.your_step.place import place_of_call
-from tests.common.your_step import test_streams
+from tests.common.capture import test_side_streams
 
 
-class Stream(test_streams.Stream):
+class Stream(test_side_streams.Stream):
     def synchronize(self):
         pass
 
@@ -19,7 +19,7 @@ class Stream(test_streams.Stream):
         return True
 
 
-class Event(test_streams.Event):
+class Event(test_side_streams.Event):
     def synchronize(self):
         pass
 

@@ -1,9 +1,9 @@
-"""common/your_step/flops.py: what is counted of a step, and what is named because it is not."""
+"""common/measuring/flops.py: what is counted of a step, and what is named because it is not."""
 
 import pytest
 import torch
 
-from common.your_step import flops
+from common.measuring import flops
 from common.your_step.state import StepState
 
 STEP = """
@@ -50,7 +50,7 @@ def test_matrix_products_are_counted_and_what_is_not_counted_is_named(tmp_path, 
     state = StepState(f"{path}:build", torch.device("cpu"), "test")
     before = [tensor.clone() for _, tensor in state.named_state()]
 
-    found, notes = flops.of_step(state)
+    found, notes = flops.of_step(lambda: state.train(0), state.reset)
 
     assert found == wanted
     assert named in "".join(notes) and len(notes) == bool(named)

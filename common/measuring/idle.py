@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from common.measuring.module_parts import MODULE, is_inside, naming_modules
 from common.measuring.trace import GPU_WORK, HOST_CALLS, correlation_of
-from common.your_step.parts import hooked, is_inside, named_parts
 
-_MODULE, _STEP = "module ", "whole step"
+_STEP = "whole step"
 _NODE = "autograd::engine::evaluate_function"
 
 
@@ -49,17 +49,8 @@ def profiled(state) -> list[dict]:
     kinds = torch.profiler.ProfilerActivity
     on_gpu = state.device.type == "cuda"
     state.reset()
-    opened: list = []
-
-    def enter(name):
-        opened.append(torch.profiler.record_function(_MODULE + name))
-        opened[-1].__enter__()
-
-    def leave(*_):
-        opened.pop().__exit__(None, None, None)
-
     profiler = torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])])
-    with hooked(named_parts(state.modules), leave, enter), profiler:
+    with naming_modules(state.modules), profiler:
         # The first step under the profiler is slower.
         for index in range(2):
             with torch.profiler.record_function(_STEP):
@@ -97,9 +88,9 @@ class Owners:
 
     def __init__(self, events: list[dict]):
         self._modules = _Spans(
-            (each, each["name"].removeprefix(_MODULE))
+            (each, each["name"].removeprefix(MODULE))
             for each in events
-            if each.get("cat") == "user_annotation" and each["name"].startswith(_MODULE)
+            if each.get("cat") == "user_annotation" and each["name"].startswith(MODULE)
         )
         numbered = [(each, each["args"]["Sequence number"]) for each in events if _has_number(each)]
         self._nodes = _Spans(pair for pair in numbered if pair[0]["name"].startswith(_NODE))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.your_step.streams import StreamWatch
+from common.capture.side_streams import StreamWatch
 
 
 class Event:

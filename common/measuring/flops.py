@@ -1,11 +1,10 @@
-"""Count the FLOP of a step that somebody hands over, with torch's FlopCounterMode."""
+"""Count the FLOP of a step with torch's FlopCounterMode."""
+
+from collections.abc import Callable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
-
-from common.your_step import user_file
-from common.your_step.state import StepState
 
 CONVENTION = (
     "counted by torch's FlopCounterMode: matrix products, convolutions and attention, recomputed ones too; no norms, "
@@ -19,22 +18,23 @@ _PRODUCTS |= {"attention", "rnn", "lstm", "gru", "linalg", "fft", "cdist"}
 MOST_NAMES = 4
 
 
-def of_step(state: StepState) -> tuple[float, list[str]]:
+def of_step(step: Callable[[], None], reset: Callable[[], None]) -> tuple[float, list[str]]:
     """Return the FLOP of one eager step of this rank, and a note where there is work that was not counted.
 
-    Where the step does not run under the counter it is 0.0, and the note says why. The state is put back to its start.
+    Where the step does not run under the counter it is 0.0, and the note says why. Then reset() is called.
     """
     unknown = _Uncounted()
     try:
         # The counter takes some operators apart. What comes out of it is what was counted, or not.
         with unknown, FlopCounterMode(display=False) as counter:
-            state.train(0)
+            step()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return 0.0, [f"FLOP not counted: under torch's counter the step raised {user_file.said(error)}"]
+        said = (str(error).strip() or "nothing").splitlines()[0][:200]
+        return 0.0, [f"FLOP not counted: under torch's counter the step raised {type(error).__name__}: {said}"]
     finally:
-        state.reset()
+        reset()
     names = sorted(unknown.names)
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     notes = [f"FLOP not counted: {', '.join(names[:MOST_NAMES])}{more}"] if names else []

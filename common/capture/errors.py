@@ -90,6 +90,16 @@ _KNOWN = (
         "capture one after the other, and begin a new process after a failed one",
     ),
     (
+        r"input tensor deallocate during graph +recording",
+        "blocks compiled with mode='reduce-overhead' run again in a non-reentrant checkpoint, which keeps their inputs",
+        "compile around the checkpoint, the whole module, or compile such blocks with mode='default'",
+    ),
+    (
+        r"pending, uninvoked backwards",
+        "torch.compile replays none of its graphs while an earlier forward pass waits for its backward pass",
+        "torch.no_grad() around passes without a backward; torch.compiler.cudagraph_mark_step_begin() before a step",
+    ),
+    (
         r"output of CUDAGraphs that has been overwritten",
         "an output was read after the next replay",
         "clone() it before, or torch.compiler.cudagraph_mark_step_begin() at the start of each step",
