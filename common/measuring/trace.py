@@ -169,7 +169,7 @@ def facts(events: list[dict], num_steps: int) -> dict:
 
     Returns:
         busy_ms; gap_ms, in which the GPU does nothing, from the first kernel to the last; overlap_ms, by which kernels
-        together take longer than the GPU is busy; collective_ms, of NCCL's kernels; kernels; graph_share of the kernels;
+        together take longer than the GPU is busy; collective_ms, of NCCL's kernels; kernels; graph_share of these;
         graph_time_share of the GPU's time; kernels_hash, 16 hex digits over the names of all kernels and how often each
         runs; top_kernels, the five that take most; and `timeline`.
     """
