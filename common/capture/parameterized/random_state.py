@@ -22,14 +22,16 @@ def generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def aside(device: torch.device):
-    """Let torch's generator of a GPU draw from a copy of its state in this block, and leave the state as it was.
+    """Let torch's generator of a GPU draw from another seed in this block, and leave its state as it was.
 
-    Other threads draw from the copy too: what they draw comes again.
+    Other threads draw from that seed too, so that nothing comes again.
     """
     global _captures_in
     draws, before = generator(device), _captures_in
     state = draws.graphsafe_get_state()
-    draws.graphsafe_set_state(draws.clone_state())
+    other = draws.clone_state()
+    other.manual_seed((draws.initial_seed() + 0x9E3779B97F4A7C15 * (draws.get_offset() + 1)) % (1 << 63))
+    draws.graphsafe_set_state(other)
     _captures_in = threading.get_ident()
     try:
         yield

@@ -14,7 +14,7 @@ _one_capture = threading.RLock()
 
 
 def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritten: Collection[int] = ()):
-    """Capture a region once; on a GPU explain its words and compare its first launches with eager.
+    """Capture a region once, with `launch` and `release`; on a GPU compare its first launches with eager.
 
     On a GPU a launch is a CUDA graph whose addresses are patched. On the CPU the recorded operators run on the new
     tensors (common/capture/host_graph.py), so that the logic around it can be tested.
@@ -26,9 +26,6 @@ def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritt
         fixed: indices of inputs that are passed at few addresses. Each set of these addresses has its own executable,
             in which they are not patched again.
         unwritten: indices of results that eager leaves unwritten.
-
-    Returns:
-        the region, with `launch` and `release`.
 
     Raises:
         RegionRefused: the region cannot be launched on other memory.
