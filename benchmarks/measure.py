@@ -200,7 +200,7 @@ def _measured(own: Judged, passed, wrong) -> tuple[int, str]:
         "faster": f"Faster: {WHAT.get(name, name)} ({name}): {numbers}.",
         "same": f"Same: leave it eager. The best graph, {name}, changes nothing: {numbers}.",
         "slower": f"Slower: leave it eager. The best graph, {name}: {numbers}.",
-        "unclear": f"Unclear: {name} at {numbers}. CYCLES=auto goes on until the interval is narrow.",
+        "unclear": f"Unclear: {name} at {numbers}. CYCLES=auto (--cycles auto) goes on until the interval is narrow.",
     }[word]
     if wrong:
         text += f" Wrong numbers: {', '.join(wrong)}."
@@ -335,7 +335,8 @@ def _measure(args, told: dict) -> int:
     if args.model is not None:
         return doctor_of_model(args)
     asked = request(args)
-    os.environ[step_file.FOLDER] = os.getcwd()
+    if Path.cwd() != ROOT:
+        os.environ[step_file.FOLDER] = os.getcwd()
     require_torch(launch.parse(asked).python, args.python is not None)
     is_left_out = args.quick and not args.doctor
     if not args.doctor:

@@ -60,6 +60,8 @@ class ScriptWatch:
 
     def _stop(self):
         self._handle.remove()
+        # The script's optimizers end where it lets go of them.
+        self._pace = None
         self._calls.clear()
         self._places.clear()
 

@@ -10,7 +10,7 @@ MOST_FILES = 500
 FORM = "FILE.py:FUNCTION, as in my_step.py:build"
 # The program of a worker, from the root of the repository.
 START = "common/your_step/start.py"
-# Environment variable: the folder in which the user's command runs, where relative paths of the step start.
+# Environment variable: the folder in which the user's command runs, unless it is the root of the repository.
 FOLDER = "GRAPH_WORTH_FOLDER"
 
 

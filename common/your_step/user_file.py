@@ -40,15 +40,18 @@ class Handed:
 def load(text: str, device: torch.device) -> Handed:
     """Import the file of FILE.py:FUNCTION, call its function and check what it returns.
 
-    The folder in which the user's command runs is the current one from then on, and is on sys.path behind the file's.
+    The folder of FOLDER is the current one from then on, and is on sys.path behind the file's.
 
     Raises:
         ValueError: the file, the function or what it returns cannot be used; the text says why.
     """
     path, name = split(text)
     path = path.resolve()
-    os.chdir(os.environ.get(FOLDER, "."))
-    sys.path[:0] = [each for each in dict.fromkeys([str(path.parent), os.getcwd()]) if each not in sys.path]
+    folders = [str(path.parent)]
+    if FOLDER in os.environ:
+        folders.append(os.environ[FOLDER])
+        os.chdir(folders[-1])
+    sys.path[:0] = [each for each in dict.fromkeys(folders) if each not in sys.path]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -90,10 +93,10 @@ def _remedy(error, text) -> str:
     if "CUDAGraphs" in text or "graph recording" in text:
         return ": " + "; ".join(explained(text))
     if isinstance(error, ModuleNotFoundError):
-        return ": PYTHON=/path/of/python runs the step in your own interpreter"
+        return ": PYTHON=PATH (--python PATH) runs the step in your own interpreter"
     needs_ranks = isinstance(error, KeyError) and error.args[:1] and error.args[0] in OF_RANKS
     if "RANK" not in os.environ and (needs_ranks or any(words in text for words in NO_RANKS)):
-        return ": the step needs ranks, NGPU=2 starts two"
+        return ": the step needs ranks, NGPU=2 (--ngpu 2) starts two"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -115,7 +116,8 @@ def test_a_mistake_is_one_line(installed, project, words, status, said):
 
 def test_a_clone_leaves_the_names_free_too(project):
     words = [sys.executable, str(ROOT / step_file.START), "common.your_step.doctor", "steps/my_step.py:build"]
-    done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=300)
+    variables = os.environ | {step_file.FOLDER: str(project)}
+    done = subprocess.run(words, cwd=project, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Nothing stands against a graph" in done.stdout, done.stderr
 
 

@@ -1,6 +1,8 @@
 """The watch over a script on a pretended GPU: what is timed, profiled and noted, in which steps."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -49,11 +51,14 @@ def train(log, steps):
         log.append(index)
         weight.sum().backward()
         optimizer.step()
+    return weakref.ref(optimizer)
 
 
 def test_the_steps_are_timed_then_profiled_then_noted_and_the_hook_is_gone(tmp_path, log):
-    ScriptWatch(str(tmp_path))
-    train(log, SEEN + 3)
+    kept = ScriptWatch(str(tmp_path))
+    optimizer = train(log, SEEN + 3)
+    gc.collect()
+    assert kept is not None and optimizer() is None
     (path,) = tmp_path.iterdir()
     told = json.loads(path.read_text())
     assert told["on_gpu"] and told["busy_ms"] == 0.5 and told["reads"] == [] and told["step_ms"] > 0

@@ -31,13 +31,13 @@ def build(device):
 # (what is replaced in GOOD, by what, words of the message)
 BAD = {
     "build raises": ("model = ", "model = 1 / 0 or ", r"my_step.py:6: build\(device\) raised ZeroDivisionError"),
-    "does not import": ("import torch\n", "import torch, no_such_module\n", "no_such_module.*: PYTHON=/path/of/python"),
+    "does not import": ("import torch\n", "import torch, no_such_module\n", "no_such_module.*: PYTHON=PATH"),
     "needs a rank": ("model = ", "import os; os.environ['LOCAL_RANK']; model = ", "KeyError: 'LOCAL_RANK': .* NGPU=2"),
     "needs a group": ("model = ", "torch.distributed.get_rank(); model = ", "initialized, please .*: .* NGPU=2"),
     "is a replica": (
         "model = torch.nn.Linear(4, 2).to(device)",
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2).to(device))",
-        "ranks, NGPU=2 starts two",
+        r"ranks, NGPU=2 \(--ngpu 2\) starts two",
     ),
     "returns one value": ("return step, batches, [model, optimizer]", "return step", "returned a function; it has to"),
     "returns two values": ("batches, [model, optimizer]", "batches", "returned a tuple of 2"),
