@@ -84,7 +84,7 @@ def reason_against(func, args, kwargs) -> str | None:
     return SHAPE if torch.Tag.dynamic_output_shape in tags else None
 
 
-_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_LIBRARY = (os.path.dirname(os.__file__) + os.sep,)
 _INVISIBLE = (
     os.path.dirname(__file__) + os.sep + "host_graph",
     os.path.dirname(__file__) + os.sep + "dispatch_modes",
