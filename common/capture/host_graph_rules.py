@@ -1,6 +1,5 @@
 """The calls that a host graph refuses because a CUDA capture could not hold them, each with the reason."""
 
-import contextlib
 import os
 import sys
 from types import FrameType
@@ -85,23 +84,27 @@ def reason_against(func, args, kwargs) -> str | None:
     return SHAPE if torch.Tag.dynamic_output_shape in tags else None
 
 
-# contextlib runs torch's context managers.
+_LIBRARY = (os.path.dirname(os.__file__) + os.sep,)
 _INVISIBLE = (
     os.path.dirname(__file__) + os.sep + "host_graph",
     os.path.dirname(__file__) + os.sep + "dispatch_modes",
     os.path.join(os.path.dirname(__file__), "parameterized") + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "your_step") + os.sep,
-    contextlib.__file__,
     os.path.dirname(torch.__file__) + os.sep,
 )
 
 
+def is_of_library(path: str) -> bool:
+    """Return whether a file is one of Python's own library, and of no installed package."""
+    return path.startswith(_LIBRARY) and not any(part in path for part in ("site-packages", "dist-packages"))
+
+
 def user_line() -> str:
-    """file:line of the innermost frame that is neither in torch nor in a module of host graphs."""
+    """file:line of the innermost frame that is neither in torch or Python's library nor in a module of host graphs."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_INVISIBLE):
+        if not path.startswith(_INVISIBLE) and not is_of_library(path):
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"

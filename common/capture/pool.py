@@ -25,6 +25,7 @@ import torch
 from common.capture import error_log, memory
 from common.capture.checks import CaptureError, check_static_inputs, signature
 from common.capture.host_graph import HostGraph, HostPool
+from common.capture.host_graph_rules import is_of_library
 
 __all__ = ["CaptureError", "Pool", "StaticInputs"]
 
@@ -287,11 +288,11 @@ class StaticInputs:
 
 
 def _user_line(error) -> str:
-    """File and line of the innermost frame outside torch and this file."""
+    """File and line of the innermost frame outside torch, Python's library and this file."""
     line, trace = "unknown line", error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if name != __file__ and not name.startswith(_TORCH):
+        if name != __file__ and not name.startswith(_TORCH) and not is_of_library(name):
             line = f"{name}:{trace.tb_lineno}"
         trace = trace.tb_next
     return line

@@ -326,7 +326,6 @@ class _Operators(TorchDispatchMode):
         if watcher.is_on_host or func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         place, found = watcher.place(), watcher.found
-        watcher.look_for_draws()
         watcher.streams.launched(place)
         leaves = tree_leaves((args, kwargs))
         is_exchange = is_collective(str(func))
@@ -360,6 +359,7 @@ class _Operators(TorchDispatchMode):
             address = storage_id(tensor)
             if address is not None and address not in found.made:
                 found.written.setdefault(address, place)
+        watcher.look_for_draws()
         result = func(*args, **kwargs)
         watcher.states = watcher.random_states()
         self._note_copy(func, args, result, place)

@@ -155,8 +155,8 @@ def follow_eager(state, count):
 
 def assert_equal(ours, eager, state):
     names = [name for name, _ in state.named_state()]
-    differ = numpy.argwhere(ours[2] != eager[2])
-    assert not len(differ), f"step {differ[0][0]}: {names[differ[0][1]]}"
+    differ = (ours[2] != eager[2]).nonzero().tolist()
+    assert not differ, f"step {differ[0][0]}: {names[differ[0][1]]}"
     assert ours[:2] == eager[:2]
 
 

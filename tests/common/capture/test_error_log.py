@@ -58,8 +58,11 @@ def test_log_is_read_from_where_it_ended_and_empty_without_a_driver_that_has_one
 
 @pytest.mark.gpu
 def test_failed_capture_names_the_call_in_its_log():
-    x = torch.ones(3, device="cuda")
-    with pytest.raises(CaptureError) as error:
-        Pool(x.device).capture(lambda: x.sum().item())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(CaptureError) as error:
+            Pool(x.device).capture(lambda: x.sum().item())
+        # A capture that failed leaves torch's generator as in a capture.
+        torch.cuda.default_generators[0].graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
     if error_log.end() is not None:
         assert any("in the main thread" in line for line in error.value.log)

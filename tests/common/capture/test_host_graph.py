@@ -1,6 +1,8 @@
 """common/host_graph: replays against eager bit for bit, what is refused at capture and at replay, shared fate."""
 
+import copy
 import gc
+import inspect
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -417,3 +419,10 @@ def test_an_operator_that_fails_at_replay_is_named():
     with pytest.raises(CaptureError, match=rf"aten.index_select.default at {line_of(read)} failed at replay: .*range"):
         graph.replay()
     assert torch.is_grad_enabled() and graph.num_replays == 0
+
+
+def test_error_in_pythons_library_is_at_the_line_that_called_it():
+    here = inspect.currentframe()
+    with pytest.raises(CaptureError) as error:
+        HostPool().capture(lambda: copy.deepcopy({"x": torch.ones(2)}))
+    assert error.value.place == f"{__file__}:{here.f_lineno - 1}"

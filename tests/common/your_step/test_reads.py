@@ -63,6 +63,8 @@ SOUND = {
     "quantile": "loss = torch.quantile(x, 0.3)",
     "draws": "loss = x[torch.multinomial(torch.ones(6, device=x.device), 3)].mean()",
     "store through a mask": "y = x.detach().clone(); y[y > 0] = 0.0; loss = (x - y).square().mean()",
+    "determinant": "loss = torch.linalg.slogdet(x.T @ x + torch.eye(4, device=x.device))[1]",
+    "embedding": "loss = (x[:1] * torch.embedding_renorm_(x.detach().clone(), batch.argmax(0), 0.1, 2.0)).mean()",
     "norm": "loss = x.norm() + x.amax() + torch.logsumexp(x, -1).mean() + x.topk(2).values.sum()",
 }
 
