@@ -29,11 +29,25 @@ INSTEAD = {
 }
 
 
+# The begin of an error, and what it means.
+MEANINGS = {
+    "CUDA error: operation not permitted when stream is capturing": "waits for the GPU",
+    "Cannot copy between CPU and CUDA tensors": "copies from or to host memory that is not pinned",
+    "cusolver error": "cuSOLVER waits for the GPU",
+}
+
+
 def newest(results: Path) -> tuple[Path, dict] | None:
     """The file of the newest torch on a GPU below results/operators, and its content; None without any."""
     files = [(path, json.loads(path.read_text())) for path in sorted((results / "operators").glob("*.json"))]
     files = [(path, own) for path, own in files if own["gpu"] != "CPU"]
     return max(files, key=lambda each: (_version(each[1]["torch"]), each[1]["begin_utc"]), default=None)
+
+
+def _said(why: str) -> tuple[str, str]:
+    """(which samples, why) of an outcome's words."""
+    samples, _, error = why.rpartition(" samples: ")
+    return samples, next((meaning for begin, meaning in MEANINGS.items() if error.startswith(begin)), error)
 
 
 def _version(text: str) -> list[int]:
@@ -53,10 +67,10 @@ def markdown(found: Found, page: Path, argument: str = "") -> str:
         if against:
             texts = [passes[kind]["outcome"] if kind in passes else "" for kind in PASSES]
             instead = f"`{INSTEAD[name]}`" if name in INSTEAD else ""
-            lines.append([f"`{name}`", *texts, in_markdown(passes[against[0]]["why"]), instead])
+            lines.append([f"`{name}`", *texts, *map(in_markdown, _said(passes[against[0]]["why"])), instead])
     said = "; ".join(
         f"{kind}: {', '.join(f'{number} {outcome}' for outcome, number in own.most_common())}"
         for kind, own in zip(PASSES, counts, strict=True)
     )
     source = tables.linked_file(f"torch {file['torch']}, {file['gpu']}", path, page)
-    return f"{source}: {said}.\n\n{tables.markdown(['Operator', 'forward', 'backward', 'Why', 'Instead'], lines)}"
+    return f"{source}: {said}.\n\n{tables.markdown(['Operator', 'Forward', 'Backward', 'Samples', 'Why', 'Instead'], lines)}"

@@ -123,7 +123,7 @@ def test_the_page_has_the_newest_torch_on_a_gpu(tmp_path):
     assert not found.faults
     text = page.markdown(found, tmp_path / "operators.md")
     assert text.startswith("[torch 2.11.0+cu130, NVIDIA H200](operators/b.json): forward: 1 refused; backward: .")
-    assert "| `nonzero` | refused |  | 1 of 4 samples: a \\| b | `torch.nonzero_static(x, size=4)` |" in text
+    assert "| `nonzero` | refused |  | 1 of 4 | a \\| b | `torch.nonzero_static(x, size=4)` |" in text
     assert "`add`" not in text
 
 
