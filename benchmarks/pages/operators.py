@@ -73,4 +73,5 @@ def markdown(found: Found, page: Path, argument: str = "") -> str:
         for kind, own in zip(PASSES, counts, strict=True)
     )
     source = tables.linked_file(f"torch {file['torch']}, {file['gpu']}", path, page)
-    return f"{source}: {said}.\n\n{tables.markdown(['Operator', 'Forward', 'Backward', 'Samples', 'Why', 'Instead'], lines)}"
+    names = ["Operator", "Forward", "Backward", "Samples", "Why", "Instead"]
+    return f"{source}: {said}.\n\n{tables.markdown(names, lines)}"
