@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks import runs
-from benchmarks.figures import style
+from benchmarks.figures import ranks, style
 from benchmarks.figures.style import BAND, INK, KINDS, MARKS, SMALL, NotDrawn, Page
 from benchmarks.files.facts import OWN_STEP, Run
 from benchmarks.pages import headlines, published
@@ -192,4 +192,4 @@ def _footer(used: Sequence[Run], lines: Sequence[Headline]) -> str:
     return text + (f"; torch {', '.join(torch)}" if torch else "")
 
 
-FIGURES: dict[str, Callable[[Found], Page]] = {"gain": gain}
+FIGURES: dict[str, Callable[[Found], Page]] = {"gain": gain, "ranks": ranks.ranks}

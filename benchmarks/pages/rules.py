@@ -125,7 +125,7 @@ def _variation(marks: Sequence[Reached], page: Path) -> str:
     return ". ".join(texts) + "."
 
 
-def _of_ranks(found: Found) -> list[tuple[str, Point]]:
+def of_ranks(found: Found) -> list[tuple[str, Point]]:
     """Each variant of each run of several ranks that passed, in quiet cycles, with the name of its workload."""
     rows = [row for row in runs.on_gpus(found.rows) if row.workload.ranks > 1 and not row.workload.busy]
     points = [(row.workload.name, point) for row in rows if not row.control for point in row.points]
@@ -142,7 +142,7 @@ def _skews(point: Point) -> list[float]:
 def _skew(found) -> str:
     texts = []
     for name, kind in (("Eager", "eager"), ("Graphs", "graph")):
-        every = [_skews(point) for _, point in _of_ranks(found) if point.variant.kind == kind]
+        every = [_skews(point) for _, point in of_ranks(found) if point.variant.kind == kind]
         own = [plain.median(skews) for skews in every if skews]
         if not own:
             return NOT_MEASURED
@@ -154,7 +154,7 @@ def _skew(found) -> str:
 def _ranks(found: Found, page: Path) -> str:
     """Steps of several ranks, by how much ranks part, and what runs beside their collectives."""
     lines = []
-    for name, point in sorted(_of_ranks(found), key=lambda each: (each[0], each[1].run.id)):
+    for name, point in sorted(of_ranks(found), key=lambda each: (each[0], each[1].run.id)):
         steps = [ms for block in point.judged.blocks(point.name, False) for ms in block.step_ms]
         skews, profile = _skews(point), point.variant.profile
         if not steps:
