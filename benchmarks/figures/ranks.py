@@ -28,10 +28,10 @@ def ranks(found: Found) -> Page:
     }
     title = f"On several GPUs an eager step varies by up to {100 * widest['eager']:.0f} %, "
     title += f"a graph's by up to {100 * widest['graph']:.0f} %"
-    note = (
-        "A bar goes from the 5th to the 95th percentile of a run's steps, the slowest rank's at each, over their mean. "
+    note = "Grey eager, blue graphs: a bar goes from the 5th to the 95th percentile of a run's steps over their mean. "
+    note += (
+        "They vary by its end / its begin. Where buffers are static some steps run again: such variants are left out."
     )
-    note += "Steps that run again, where buffers are static, are left out."
     hosts = len({point.run.host.boot for _, point, _ in lines})
     page = Page(
         title, note, f"{runs.counted(len(lines), 'variant')} on {runs.counted(hosts, 'host')}", ROW * len(lines) + 0.6

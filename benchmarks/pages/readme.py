@@ -113,11 +113,9 @@ def _answers(found, page, argument):
     issue_us, kernels_us = _issue_us(found), [(us, line) for line in lines if (us := _kernel_us(line))]
     if issue_us and kernels_us:
         shown = sorted((us, in_markdown(line.name)) for us, line in kernels_us)
-        ends = ", ".join(f"{name} {us:.0f}" for us, name in [*shown[:3], *shown[3:][-1:]])
-        text = (
-            f"- **Many small kernels?** Capture them. Hosts took {issue_us[0]:.0f} to {issue_us[1]:.0f} us to issue a "
-        )
-        texts.append(f"{text}kernel; shorter ones leave the GPU idle. Mean kernels in us: {ends}.")
+        ends = ", ".join(f"{name} {us:.0f}" for us, name in [*shown[:4], *shown[4:][-1:]])
+        text = f"- **Many small kernels?** Hosts took {issue_us[0]:.0f} to {issue_us[1]:.0f} us to issue one: capture "
+        texts.append(f"{text}where yours are shorter in the mean, whatever their number. In us: {ends}.")
     return "\n".join(texts)
 
 
@@ -151,7 +149,7 @@ def _kernel_us(line: Headline) -> float | None:
 def _needs(found, page, argument):
     if not headlines.of(found):
         return NOTHING
-    memory = "GiB: the most that torch reserved, with the graph alone in a process."
+    memory = "GiB: the most that torch reserved, the graph alone; what ran on an H100 fits 80 GB."
     minutes = [own for _, run in found.runs if _is_bench(run) and (own := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
     return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", memory]))

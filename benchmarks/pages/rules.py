@@ -147,6 +147,7 @@ def _skew(found) -> str:
         if not own:
             return NOT_MEASURED
         over = f"{100 * min(own):.1f} to {100 * max(own):.1f} %"
+        over = "under 0.05 %" if max(own) < 5e-4 else over
         texts.append(f"{name}: {over} in the median step ({runs.counted(len(own), 'case')})")
     return ". ".join(texts) + ", two ranks each."
 
