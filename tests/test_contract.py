@@ -34,7 +34,7 @@ CPU_ONLY = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 EAGER_STEPS, NUM_STEPS, FEW_STEPS = 20, 6, 3
 # Flags that make tiny's steps cheaper. What learns too slowly then shows it in a test of its own, on samples held out:
 # tests/stable_diffusion/test_train.py::test_training_lowers_the_loss_of_samples_held_out.
-CHEAPER = {"stable_diffusion": ("--latent-size", "8", "--workers", "0")}
+CHEAPER = {"stable_diffusion": ("--batch", "2", "--latent-size", "8", "--workers", "0")}
 
 
 def train(model, *arguments, python=()):

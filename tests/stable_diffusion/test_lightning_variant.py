@@ -33,7 +33,7 @@ def config(tmp_path_factory):
     pytest.importorskip("greenlet", reason="an extra: ./setup.sh lightning")
     folder = tmp_path_factory.mktemp("shards")
     synthetic.write(folder, 1, 16, 0, 8, 8, 64)
-    return replace(PRESETS["tiny"], latent_size=8, workers=0, data=str(folder))
+    return replace(PRESETS["tiny"], batch=2, latent_size=8, workers=0, data=str(folder))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.helpers import contracts, gloo_ranks
 from tests.helpers.by_hand import trained
 
 CPU = torch.device("cpu")
-TINY = replace(PRESETS["tiny"], workers=0, latent_size=8)
+TINY = replace(PRESETS["tiny"], workers=0, batch=2, latent_size=8)
 HOST = ("graph_networks", "graph_step")
 
 
@@ -319,7 +319,7 @@ def test_a_batch_that_cannot_fit_is_an_oom_row_with_bytes(monkeypatch, tmp_path)
     flags = ("--preset", "tiny", "--variant", "graph_step", "--record", str(tmp_path / "r.json"))
     result = trained(contracts.model("stable_diffusion", *flags))
     assert result["status"] == "oom"
-    assert "--batch 2 needs" in result["message"] and "1,000,000 are free" in result["message"]
+    assert "--batch 1 needs" in result["message"] and "1,000,000 are free" in result["message"]
 
 
 # --- several ranks
@@ -333,7 +333,7 @@ def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path, monkeypatch):
     hashes = {}
     for variant in ("eager", "graph_networks", "graph_step"):
         path = tmp_path / f"{variant}.json"
-        flags = ["--variant", variant, *steps, "--latent-size", "8", "--workers", "0", "--record", str(path)]
+        flags = ["--variant", variant, *steps, "--batch", "2", "--latent-size", "8", "--workers", "0", "--record", str(path)]
         said, nothing = gloo_ranks.run_script("stable_diffusion.train", flags, world_size=2)
         result = json.loads(path.read_text())
         assert result["status"] == "pass", result["message"]

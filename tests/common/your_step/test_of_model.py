@@ -22,7 +22,7 @@ MODELS = {
     "moe": (["graph_layer", "graph_step"], "", []),
     # Eager trains on batches of any length, for which the graphs have buckets.
     "rnnt": (["graph_networks", "graph_step"], "shapes of batches, costs time", []),
-    "stable_diffusion": (["graph_step"], "", ["--latent-size", "8", "--workers", "0"]),
+    "stable_diffusion": (["graph_step"], "", ["--batch", "2", "--latent-size", "8", "--workers", "0"]),
 }
 FAST = ("examples.minimal", "gpt3")
 
