@@ -333,7 +333,8 @@ def test_two_ranks_graphed_equal_two_ranks_eager(tmp_path, monkeypatch):
     hashes = {}
     for variant in ("eager", "graph_networks", "graph_step"):
         path = tmp_path / f"{variant}.json"
-        flags = ["--variant", variant, *steps, "--batch", "2", "--latent-size", "8", "--workers", "0", "--record", str(path)]
+        small = ("--batch", "2", "--latent-size", "8", "--workers", "0")
+        flags = ["--variant", variant, *steps, *small, "--record", str(path)]
         said, nothing = gloo_ranks.run_script("stable_diffusion.train", flags, world_size=2)
         result = json.loads(path.read_text())
         assert result["status"] == "pass", result["message"]
