@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import ROOT, run
+from benchmarks.checks import LATE_MS
 from benchmarks.files import partial, run_file
 from benchmarks.files.facts import Reruns
 from benchmarks.processes import supervisor
@@ -125,8 +126,9 @@ def test_a_liar_that_disturbs_others_is_named(names, cycles, tmp_path):
     bench(tmp_path, ["eager", *names], "--cycles", cycles, "--no-control", audits="all_at_once" in names)
     variants = only_verdicts(tmp_path)
     # Several checks see it, in an order that depends on the host.
-    if names == ("late_work",) and variants["eager"].status == "failed":
-        return  # on a busy host its work reaches all of eager's blocks, and there is no ratio
+    late_ms = [block.late_ms for block in only_variants(tmp_path)["eager"].blocks]
+    if names == ("late_work",) and (variants["eager"].status == "failed" or min(late_ms) > LATE_MS):
+        return  # on a busy host its work reaches all of eager's blocks, which it slows
     assert [variants[name].status for name in names] == ["failed"] * len(names), variants
     if names == ("clock_sometimes",):
         assert LIARS["clock_sometimes"] in variants["clock_sometimes"].reason
