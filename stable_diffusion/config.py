@@ -57,11 +57,11 @@ class Config(Timing):
 # times the global batch, 256 in both.
 PRESETS = {
     "tiny": Config(
-        batch=1,
+        batch=2,
         channels=32,
         multipliers="1,1,1,1",
         res_blocks=1,
-        latent_size=16,
+        latent_size=8,
         context_tokens=8,
         context_dim=64,
         head_dim=16,
