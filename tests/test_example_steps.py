@@ -34,7 +34,7 @@ def test_a_step_of_another_project_ends_in_a_diagnosis(name):
 
 
 def losses_of_replicas_and_shards():
-    """Of this rank, each with five steps."""
+    """Return the losses of five steps of this rank, first by DDP, then by FSDP2."""
     sys.path.insert(0, str(ROOT / "examples" / "steps"))
     import nanogpt_ranks
 

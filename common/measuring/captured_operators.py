@@ -188,7 +188,7 @@ def _difference(expected, results) -> str | None:
 
 
 def _is_sound(device) -> bool:
-    """Whether a graph is captured and replayed rightly after one that was not."""
+    """Return whether a graph is captured and replayed rightly after one that was not."""
     if device.type == "cuda":
         # A capture that failed leaves torch's generator as in a capture.
         torch.cuda.default_generators[0].graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())

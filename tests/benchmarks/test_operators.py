@@ -18,6 +18,8 @@ NEEDS_SAMPLES = pytest.mark.skipif(importlib.util.find_spec("expecttest") is Non
 FAKE = """
 import json, sys
 for name in sys.stdin.read().split():
+    if name == "unwritten":
+        continue
     print(json.dumps({"operator": name, "pass": "forward"}), flush=True)
     if name == "dies":
         sys.exit(9)
@@ -30,7 +32,7 @@ for name in sys.stdin.read().split():
 def test_a_process_that_ends_is_started_again_behind_its_operator(tmp_path, monkeypatch):
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(operators, "CHILD", (str(tmp_path / "fake.py"),))
-    rows = operators.surveyed(["a", "dies", "b", "unsound", "c"], "cpu")
+    rows = operators.surveyed(["a", "dies", "b", "unsound", "c", "unwritten"], "cpu")
     assert [(row["operator"], row["outcome"]) for row in rows] == [
         *(("a", "held"), ("dies", "crashed"), ("b", "held"), ("unsound", "held"), ("c", "held"))
     ]
