@@ -19,7 +19,10 @@ from tests.helpers.bench_process import wait_for
 MODELS = sorted(path.parent.name for path in ROOT.glob("[!.]*/train.py"))
 EVERY = [*MODELS, "examples/minimal"]
 CPU_ONLY = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-ROW = re.compile(r"^(\w+)(?: \(base again\))? +(?:[\d.]+ +){1,2}(?:base|[\d.]+x)(?: +[\d.]+ to [\d.]+)?(?: +(\w\S*))?$")
+# The name, milliseconds of the base and its own, the ratio, its interval, the parity, the step that pays it back.
+ROW = re.compile(
+    r"^(\w+)(?: \(base again\))? +(?:[\d.]+ +){1,2}(?:base|[\d.]+x)(?: +[\d.]+ to [\d.]+)?(?: +(\w\S*))?(?: +[\d,]+)?$"
+)
 REASON = re.compile(r"^(unsupported|oom|failed|timeout): ([\w, ]+) \((.+)\)$")
 # Packages that a user may lack, and variants that need them: (model, variants, words of the reason).
 OPTIONAL = ("transformer_engine", "lightning", "pyarrow")
