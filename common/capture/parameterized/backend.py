@@ -196,6 +196,9 @@ class _Compiled:
         region = self.region
         if _collectors:
             _collect(region)
+        if self._lasting and inputs[self._lasting[0]].data_ptr() not in _lasting:
+            # The first call with another layer's parameters.
+            _lasting.update({inputs[index].data_ptr(): inputs[index] for index in self._lasting})
         if region.state == "waiting":
             self._capture(inputs)
         if region.state == "parameterized":
@@ -205,8 +208,6 @@ class _Compiled:
         return self._graph(*inputs)
 
     def _capture(self, inputs):
-        for index in self._lasting:
-            _lasting[inputs[index].data_ptr()] = inputs[index]
         reason = self._reason or _reason_against_inputs(inputs, self._written)
         if reason:
             self.region.stop(reason)

@@ -64,6 +64,25 @@ def test_a_function_is_captured_proved_and_launched_on_other_memory(gpu):
     assert made.report["unread"] == 0 and made.report["inexact"] == []
 
 
+def test_both_captures_add_gradients_up_alike(gpu):
+    """Autograd adds in place where nobody looks on: one capture would allocate more tensors than the other."""
+    added_in_place = []
+
+    def run(x):
+        with torch.profiler.profile() as seen:
+            v = x.double().requires_grad_()
+            torch.autograd.grad((v.sin() + v + 2 * v).sum(), v)
+        added_in_place.append(sum(event.name == "aten::add_" for event in seen.events()))
+        out = gpu.new(8)
+        gpu.node(*added(out.data_ptr(), x.data_ptr(), x.data_ptr(), 1.0))
+        out.copy_(x + x)
+        return [out]
+
+    capture(run, [floats(0)])
+    warm_ups, captures = added_in_place[:2], added_in_place[2:4]
+    assert warm_ups[0] > 0 and captures[0] == captures[1]
+
+
 def draw(out, state):
     """out = offset + 1000 * seed."""
     out, seed, offset = struct.unpack("<Q", out)[0], *struct.unpack("<QQ", state)
