@@ -180,11 +180,6 @@ class Compiled:
             require_compiler(state.device)
         if mode == "reduce-overhead" and eager_memory is not contextlib.nullcontext:
             raise Unsupported("torch's own graphs restore all of their pool, so eager steps cannot share it with them")
-        self.state, self._step = state, step
-        self.capture = capture
-        self.capture.strategy = f"torch.compile of {what}, mode {mode}"
-        self.pool = self.capture.pool()
-        self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
         options = {"dynamic": False, "fullgraph": True} | options
         if "options" in options:
             from torch._inductor import list_mode_options
@@ -192,7 +187,9 @@ class Compiled:
             options["options"] = {**list_mode_options(mode), **options["options"]}
         else:
             options["mode"] = mode
-        self._compiled = [(owner, name, torch.compile(fn, **options)) for owner, name, fn in self._originals]
+        self.replace(state, step, functions, capture, **options)
+        self.capture.strategy = f"torch.compile of {what}, mode {mode}"
+        self.pool = self.capture.pool()
         self.enter()
         try:
             # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
@@ -200,17 +197,27 @@ class Compiled:
             adopted = self.pool.adopt(is_borrowed=True) if on_gpu else contextlib.nullcontext()
             with self.capture.timed("compile_s"), adopted:
                 self.compile_steps()
-            before = self.pool.num_replays
-            self.step(0)
-            self._num_replays = self.pool.num_replays - before
+            self.count_replays()
         finally:
             self.leave()
         if mode == "reduce-overhead" and not self._num_replays:
             raise Unsupported(f"torch.compile(mode='reduce-overhead') made no graphs of {what}")
 
+    def replace(self, state, step, functions, capture: Capture, **options):
+        """Compile the functions, with options of torch.compile, and keep the model's own."""
+        self.state, self._step, self.capture = state, step, capture
+        self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
+        self._compiled = [(owner, name, torch.compile(fn, **options)) for owner, name, fn in self._originals]
+
     def compile_steps(self):
         """Make eager steps until nothing is compiled any more."""
         Capture(strategy="", state=self.state).warm_up(lambda state, index: self.step(index), 4)
+
+    def count_replays(self):
+        """Make a step, and promise its graph replays of each step."""
+        before = self.capture.num_replays
+        self.step(0)
+        self._num_replays = self.capture.num_replays - before
 
     def step(self, index: int):
         """Train on batch `index`."""

@@ -1,13 +1,11 @@
 """The variant of every model that launches compiled regions on the memory of their callers."""
 
-import torch
-
 from common.capture.checks import CaptureError
 from common.measuring import coverage
-from common.variant import Capture
+from common.variant import Capture, Compiled
 
 
-class Parameterized:
+class Parameterized(Compiled):
     """torch.compile(backend="parameterized") of some functions of the model, called by the eager step.
 
     The operators are eager's. No region has a pool or a static input. `capture.report` has a row for each region, the
@@ -30,16 +28,10 @@ class Parameterized:
         from common.capture.parameterized import backend
         from common.capture.parameterized.sums import Sums
 
-        self.state, self._step = state, step
-        self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
-        self._compiled = [
-            (owner, name, torch.compile(fn, backend="parameterized", dynamic=False, fullgraph=True))
-            for owner, name, fn in self._originals
-        ]
-        self.capture = capture
-        self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
         self.regions = backend.Regions()
         self._sums = Sums(list(summed), self.regions.all.append)
+        self.replace(state, step, functions, capture, backend="parameterized", dynamic=False, fullgraph=True)
+        self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
         self.enter()
         try:
             with self.capture.timed("capture_s"), backend.collecting(self.regions):
@@ -48,9 +40,7 @@ class Parameterized:
                 reasons = sorted({region.reason for region in self.regions.all})
                 raise CaptureError(f"no region of {what} can be launched on other memory: {'; '.join(reasons)}")
             self.capture.pools.append(self.regions)
-            before = self.regions.num_replays
-            self.step(0)
-            self._num_replays = self.regions.num_replays - before
+            self.count_replays()
             counted = coverage.measure(self.step, self.regions.graphs, state.device.type == "cuda")
             counted |= coverage.patching(self.step, self.regions.graphs)
             rows = [region.row() for region in self.regions.all]
@@ -61,32 +51,15 @@ class Parameterized:
             self.leave()
 
     def step(self, index: int):
-        """Train on batch `index`.
-
-        Args:
-            index: of the batch.
-        """
+        """Train on batch `index`."""
         self._step(self.state, index)
-
-    def replays_of(self, index: int) -> int:
-        """Return the launches of a step.
-
-        Args:
-            index: of the batch.
-
-        Returns:
-            those of the first step after the captures.
-        """
-        return self._num_replays
 
     def enter(self):
         """Put the compiled functions in the place of the model's."""
-        for owner, name, function in self._compiled:
-            setattr(owner, name, function)
+        super().enter()
         self._sums.enter()
 
     def leave(self):
         """Put the model's own functions back."""
         self._sums.leave()
-        for owner, name, function in self._originals:
-            setattr(owner, name, function)
+        super().leave()
