@@ -7,8 +7,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from benchmarks import runs
 from benchmarks.figures import ranks, style
 from benchmarks.figures.style import BAND, INK, KINDS, MARKS, SMALL, NotDrawn, Page
-from benchmarks.files.facts import OWN_STEP, Run
-from benchmarks.pages import headlines, published
+from benchmarks.files.facts import Run
+from benchmarks.pages import headlines
 from benchmarks.pages.headlines import Headline
 from benchmarks.runs import Found, HostMeans, Reached
 from benchmarks.statistics import NEAR
@@ -29,7 +29,7 @@ def gain(found: Found) -> Page:
     reached = [mark for mark in runs.reached(runs.on_gpus(found.rows)) if not mark.point.is_busy]
     gpus = _gpus(lines, reached)
     note = "Left: a mark is one host's mean step, over the graph's median with that GPU. Right: a mark is a graph in "
-    note += "one run, beside its ceiling: the eager step / the time that the GPU is busy in it."
+    note += "one run; the line is its ceiling, the eager step / the time that the GPU is busy in it."
     height = max(ROW * len(lines), TALL + 0.55 + 0.2 * (len(gpus) + 3))
     used = [run for _, run in found.runs if run.device == "cuda"]
     page = Page(title_of(lines), note, _footer(used, lines), height + 0.55)
@@ -127,30 +127,9 @@ def _ceilings(page: Page, reached: Sequence[Reached], gpus: dict[str, str]) -> N
     _ticks(axes.yaxis, limits, axes.bbox.height / axes.figure.dpi / 0.3)
     axes.fill_between(limits, [value * (1 - NEAR) for value in limits], limits, color=BAND, linewidth=0, zorder=0.5)
     axes.plot(limits, limits, color=INK, linewidth=1.2, gid="ceiling")
-    steps = [limits[0] * (limits[1] / limits[0]) ** (step / 100) for step in range(101)]
-    named, labels = _named(reached), []
-    for index, mark in enumerate(reached):
+    for mark in reached:
         colour, marker = KINDS[mark.row.kind], gpus[headlines.short(mark.row.workload.gpu)]
         axes.plot(mark.ceiling, mark.gain, color=colour, marker=marker, markersize=5.5, zorder=4, gid="point")
-        labels.append((mark.ceiling, mark.gain, named.get(index, ""), INK))
-    middle = limits[1] ** 0.62 * limits[0] ** 0.38
-    labels.append((middle, middle, "ceiling" if reached else "", INK))
-    style.label_points(axes, labels, [(step, step) for step in steps])
-
-
-def _named(reached: Sequence[Reached]) -> dict[int, str]:
-    """Index -> label: of each model's graph that gains most, if it gains over LARGE."""
-    best: dict[str, int] = {}
-    for index, mark in sorted(enumerate(reached), key=lambda each: -each[1].gain):
-        where = mark.row.workload
-        if where.model == OWN_STEP:
-            label = where.label.removesuffix(runs.EARLIER).removesuffix("-build")
-            name = headlines.STEPS.get(label, label)
-        else:
-            name = published.title_of(where.model, where.preset)
-        if mark.gain >= headlines.LARGE and len(name) <= LONGEST:
-            best.setdefault(name, index)
-    return {index: name for name, index in best.items()}
 
 
 def _legend(page: Page, lines: Sequence[Headline], gpus: dict[str, str]) -> None:

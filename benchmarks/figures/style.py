@@ -1,4 +1,4 @@
-"""One style for all figures: colours for light and dark pages, pages in inches, labels apart, equal bytes."""
+"""One style for all figures: colours for light and dark pages, pages in inches, equal bytes."""
 
 import contextlib
 import io
@@ -109,58 +109,6 @@ def wrap(text: str, room: float, size: float, weight: str = "normal") -> list[st
         else:
             lines.append(word)
     return lines
-
-
-def label_points(axes, points: list[tuple[float, float, str, str]], obstacles) -> None:
-    """Write a label beside each point, over no other label, point or obstacle; a far one has a thin line.
-
-    Args:
-        axes: with its final limits.
-        points: x, y, text and colour of each; a point with empty text is kept free only.
-        obstacles: (x, y) of further places to keep free.
-    """
-    scale = 72 / axes.figure.dpi
-    labels: list[tuple[float, float, float, float]] = []
-    at = [axes.transData.transform((x, y)) * scale for x, y, *_ in points]
-    taken = [_box(x, y, 4) for x, y in at]
-    taken += [_box(x, y, 1) for x, y in (axes.transData.transform(each) * scale for each in obstacles)]
-    (left, bottom), (right, top) = axes.bbox.get_points() * scale
-    place = {"textcoords": "offset points", "va": "center", "fontsize": SMALL}
-    for (at_x, at_y), (x, y, text, colour) in sorted(zip(map(tuple, at), points, strict=True)):
-        width = 72 * 1.03 * width_of(text, SMALL)
-        for dx, dy in _offsets(width) if text else ():
-            box = at_x + dx, at_y + dy - 5, at_x + dx + width, at_y + dy + 5
-            end = min(max(0, dx), dx + width)
-            line = [_box(at_x + end * step / 16, at_y + dy * step / 16, 0.5) for step in range(17)]
-            inside = left <= box[0] and box[2] <= right and bottom <= box[1] and box[3] <= top
-            crossed = any(_meet(box, other) for other in taken) or any(_meet(a, b) for a in line for b in labels)
-            if inside and not crossed:
-                axes.annotate(text, (x, y), (dx, dy), color=colour, **place)
-                far = max(abs(end), abs(dy)) > 14
-                if far:
-                    arrow = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.5, "shrinkA": 1, "shrinkB": 4}
-                    axes.annotate("", (x, y), (end, dy - 4 * (dy > 0) + 4 * (dy < 0)), arrowprops=arrow, **place)
-                labels.append(box)
-                taken += [box, *(line if far else ())]
-                break
-
-
-def _offsets(width):
-    """Left ends and middles of a label around its point, in points, the nearest first."""
-    for reach in (0, 9, 20, 32, 46, 62):
-        for dx in (7 + reach, -width - 7 - reach):
-            for dy in sorted({0, reach, -reach}, key=abs):
-                yield dx, dy
-        yield -width / 2, 11 + reach
-        yield -width / 2, -11 - reach
-
-
-def _box(x, y, half):
-    return x - half, y - half, x + half, y + half
-
-
-def _meet(one, other):
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def as_svg(page: Page) -> str:
