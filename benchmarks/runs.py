@@ -5,7 +5,7 @@ the same kernels there.
 """
 
 import statistics as plain
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import ROOT, statistics
 from benchmarks.files import archive, run_file
 from benchmarks.files.archive import ArchivedHost
-from benchmarks.files.facts import OWN_STEP, Run, Variant, stem
+from benchmarks.files.facts import Run, Variant
 from benchmarks.files.workload import Workload, workload_of
 from benchmarks.judge import PASS, Judged, Verdict, judged
 from benchmarks.statistics import Ratio
@@ -366,27 +366,6 @@ def of_machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         found[row.workload.machine].append(row)
     return dict(sorted(found.items(), key=lambda item: (item[0].startswith("CPU"), -len(item[1]), item[0])))
-
-
-def best_measured(rows: Sequence[Row]) -> list[Row]:
-    """Return one row for each model: the fastest graph of its preset `bench` without flags, in its first build.
-
-    For a model without such a row: the fastest graph of the workload with most hosts and cycles. Steps of users are no
-    model.
-    """
-    timed = [row for row in rows if row.kind == "graph" and row.ratio is not None and not row.workload.busy]
-    graphs = [row for row in timed if row.workload.model != OWN_STEP]
-    hosts: Counter = Counter()
-    for row in graphs:
-        hosts[row.workload] = max(hosts[row.workload], len(row.hosts))
-
-    def rank(row):
-        where = row.workload
-        is_other = stem(where.preset) != "bench", where.label != "", where.ranks > 1, where.preset != stem(where.preset)
-        return *is_other, -hosts[where], where.build, not row.headline, -len(row.hosts), row.ms
-
-    best = {row.workload.model: row for row in sorted(graphs, key=rank, reverse=True)}
-    return [best[model] for model in sorted(best)]
 
 
 def counted(number: int, word: str) -> str:

@@ -22,21 +22,19 @@ from benchmarks.command import Mistake
 from benchmarks.processes import launch, supervisor
 from common.measuring.channel import Channel, Closed
 
-# How often this process was stopped and has gone on.
-_stops = 0
 START_LIMIT_S = 180.0
 POLL_S = 0.5
+# What torchrun prints of the rank that ended first, and what the others see of it.
+DEAD_RANK = re.compile(r"Root Cause.*?\n\s*rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+) ", re.DOTALL)
+LOST_PEER = re.compile(r"[Cc]onnection (reset|closed)|remote process exited|Broken pipe")
+RANKS_END_S = 10.0
+# How often this process was stopped and has gone on.
+_stops = 0
 
 
 def _note_stop(*_) -> None:
     global _stops
     _stops += 1
-
-
-# What torchrun prints of the rank that ended first, and what the others see of it.
-DEAD_RANK = re.compile(r"Root Cause.*?\n\s*rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+) ", re.DOTALL)
-LOST_PEER = re.compile(r"[Cc]onnection (reset|closed)|remote process exited|Broken pipe")
-RANKS_END_S = 10.0
 
 
 class WorkerEnded(RuntimeError):

@@ -216,14 +216,6 @@ def test_a_run_with_fewer_layers_than_asked_is_a_workload_of_its_own(tmp_path):
     rows = runs.read(tmp_path).rows
     assert {row.workload.name for row in rows} == {"gpt3/bench", "gpt3/bench-l6"}
     assert all(len(row.points) == 1 for row in rows)
-    (best,) = runs.best_measured(rows)
-    assert best.workload.preset == "bench"
-
-
-def test_a_step_of_a_user_is_no_model(tmp_path):
-    write(made_run(model=OWN_STEP, label="mine"), tmp_path / FOLDER)
-    rows = runs.read(tmp_path).rows
-    assert any(row.ratio for row in rows) and not runs.best_measured(rows)
 
 
 # ------------------------------------------------------------------------------------------------
