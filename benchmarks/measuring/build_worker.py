@@ -143,7 +143,9 @@ class BuildWorker:
         """Let a worker build its state, and return what it says of it."""
         self.partial.add("seconds", phase="import", seconds=round(worker.wait(), 2))
         start = time.monotonic()
-        answer = worker.call({"do": "build", **how}, self.settings.limit_s)
+        # The first worker of a run measures the host's pace for all of it.
+        command = {"do": "build", "pace": not self.partial.of("worker"), **how}
+        answer = worker.call(command, self.settings.limit_s)
         if answer.pop("say") == "failed":
             raise WorkerEnded(answer["kind"], answer["reason"], is_answer=True)
         self._require_alike(answer)

@@ -159,8 +159,9 @@ class Worker:
     def do_build(self, command):
         """Build the training. No worker touches the GPU before.
 
-        "share": eager steps take their memory from the graphs' pool. "parity": nothing but parity follows, so a model
-        that chooses kernels when it is built takes deterministic ones.
+        "pace": measure how fast the host issues work, which takes seconds. "share": eager steps take their memory from
+        the graphs' pool. "parity": nothing but parity follows, so a model that chooses kernels when it is built takes
+        deterministic ones.
         """
         start = time.monotonic()
         torch_settings.prepare(self.device)
@@ -182,7 +183,7 @@ class Worker:
         config = self.model.config
         return {
             "build_s": round(time.monotonic() - start, 3),
-            "host": host | pace_of_host(),
+            "host": host | (pace_of_host() if command.get("pace") else {}),
             "gpus": [gpu for own in of_all_ranks(host["gpus"]) for gpu in own],
             "config": {key: value for key, value in vars(config).items() if _is_plain(value)},
             "card": list(own.card),

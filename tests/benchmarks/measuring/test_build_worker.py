@@ -45,6 +45,16 @@ def test_a_later_worker_with_the_same_model_goes_on(own):
     assert own._built(Answers(), {})["config"]["layers"] == 8
 
 
+def test_the_first_worker_of_a_run_measures_the_pace_of_its_host(own, tmp_path):
+    asked = []
+    for known in (own.partial, Partial(tmp_path / f"b{SUFFIX}")):
+        worker = Answers()
+        worker.call = lambda command, limit_s: asked.append(command["pace"]) or {"say": "done", **FACTS}
+        own.partial = known
+        own._built(worker, {})
+    assert asked == [False, True]
+
+
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
