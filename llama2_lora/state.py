@@ -9,7 +9,7 @@ import torch
 from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import section
-from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.data.checkpoint import open_checkpoint
 from common.training.memory_fit import fewer_layers
 from common.training.memory_plan import GIB
 from common.training.optimizers.adam import MasterAdam

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from common.machine import host_state
-from common.training.data import llama_checkpoint
+from common.training.data import checkpoint
 from common.training.memory_fit import fewer_layers
 from common.training.memory_plan import GIB
 from common.training.parallel.host_messages import of_all_ranks
@@ -58,11 +58,11 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
     return config, notes
 
 
-def open_checkpoint(config: Config) -> llama_checkpoint.Checkpoint:
+def open_checkpoint(config: Config) -> checkpoint.Checkpoint:
     """The opened folder of --checkpoint. ValueError, one line with the flag, where it does not fit the config."""
     if config.share > 1 or config.share_cp > 1:
         raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-cp 1")
-    return llama_checkpoint.open_checkpoint(config.checkpoint, config, rope_scaling=ROPE_SCALING)
+    return checkpoint.open_checkpoint(config.checkpoint, config, rope={"rope_type": "llama3", **ROPE_SCALING})
 
 
 def require_precision(config: Config, device: torch.device) -> None:

@@ -104,7 +104,7 @@ class PlainLayer(nn.Module):
             self.visible = (keys[None] <= positions_of(c, place.context_rank)[:, None]).to(device)
 
     def parts(self) -> dict[str, Part]:
-        """By the names that common/training/data/llama_checkpoint.py gives them."""
+        """By the names that common/training/data/checkpoint.py gives them."""
         linears = {"qkv": self.qkv, "proj": self.proj, "fc1": self.fc1, "fc2": self.fc2}
         parts = {name: Part(each.weight, each.adds_to_main_grad, each.write) for name, each in linears.items()}
         return parts | {"norm1": Part(self.norm1), "norm2": Part(self.norm2)}

@@ -269,21 +269,14 @@ class State:
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Masters, or parameters without any, become seeded values or the checkpoint's, a layer at a time, in place."""
-        layer, tensors = None, {}
+        """Masters, or parameters without any, become seeded values or the checkpoint's, in place."""
         has_masters = self.config.optimizer == "adam"
         targets = self.adam.masters if has_masters else [part.parameter for _, _, part in self.parts]
         for (name, number, _), target in zip(self.parts, targets, strict=True):
             if self.checkpoint is None:
                 fill_at_random_(target, self.config, self.place, name, number, SEED)
-                continue
-            if number is None:
-                whole = getattr(self.checkpoint, name)()
             else:
-                if number != layer:
-                    layer, tensors = number, self.checkpoint.layer(number)
-                whole = tensors[name]
-            target.copy_(checkpoint_part(self.config, self.place, name, whole))
+                target.copy_(checkpoint_part(self.config, self.place, name, self.checkpoint.read(name, number)))
 
     def named_state(self):
         for name, number, part in self.parts:

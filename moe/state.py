@@ -12,6 +12,7 @@ from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import mark, section
 from common.training.data import token_files
+from common.training.data.checkpoint import Checkpoint, open_checkpoint
 from common.training.memory_fit import fewer_layers, require_host
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.mixed_adam import MixedAdam, Weight
@@ -21,10 +22,9 @@ from common.training.parallel.groups import fill_
 from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Unsupported
 from moe.attention import Sequences
-from moe.checkpoint import open_checkpoint
 from moe.config import CONTEXT_BYTES, GIB, PRESETS, Config, fit, host_bytes, needed_bytes, trained_parameters
 from moe.exchange import Exchange
-from moe.model import ADAPTERS, Accumulation, Ends, Inputs, Layer, rope_table
+from moe.model import ADAPTERS, YARN, Accumulation, Ends, Inputs, Layer, rope_table
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
@@ -52,7 +52,7 @@ class State:
     def __init__(self, config: Config, device: torch.device, dtype=torch.bfloat16):
         self.config, self.device, self.dtype = config, device, dtype
         # Both before any weight is made: a wrong path is told at once.
-        self.checkpoint = open_checkpoint(config) if config.checkpoint else None
+        self.checkpoint = opened(config) if config.checkpoint else None
         self.notes = self.checkpoint.notes if self.checkpoint else []
         self.source = token_files.open_tokens(config.data, CACHE)
         # For as long as the state is open.
@@ -282,6 +282,13 @@ class State:
             batch["bounds"] = torch.from_numpy(joined.astype(np.int32))
         batch = {name: rows.reshape(c.microbatches, -1).contiguous() for name, rows in batch.items()}
         return {name: rows.pin_memory() for name, rows in batch.items()} if self.device.type == "cuda" else batch
+
+
+def opened(config: Config) -> Checkpoint:
+    """The opened folder of --checkpoint. ValueError in one line where it does not fit the config."""
+    # transformers rounds the bounds of YaRN's ramp unless the folder says otherwise.
+    rope = {"rope_type": "yarn", "truncate": False, **YARN} if config.family == "gpt_oss" else None
+    return open_checkpoint(config.checkpoint, config, config.family, rope)
 
 
 def _keep_gradient(accumulation: Accumulation, parameter) -> None:

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import torch as safetensors_torch
 
 from common.config import require_writable
 from common.files import write_text
-from common.training.data.safetensors_file import write_file
 from llama2_lora.config import Config
 
 FLAG = "--save-adapter"
@@ -45,7 +45,9 @@ def save(folder, masters: dict[str, torch.Tensor], config: Config) -> None:
     }
     try:
         write_text(Path(folder, CONFIG_FILE), json.dumps(described, indent=2))
-        write_file(Path(folder, MODEL_FILE), dict(_matrices(masters, config)), {"format": "pt"})
+        # Copies: the package refuses tensors that share memory.
+        tensors = {name: tensor.cpu().clone() for name, tensor in _matrices(masters, config)}
+        write_text(Path(folder, MODEL_FILE), safetensors_torch.save(tensors, {"format": "pt"}))
     except OSError as error:
         raise ValueError(f"{FLAG} {folder}: cannot write ({error.strerror})") from None
 

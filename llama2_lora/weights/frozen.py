@@ -29,8 +29,8 @@ class Matrix:
 
 
 class RandomWeights:
-    """The weights of a `llama_checkpoint.Checkpoint`, drawn on the device: normal, those that add to the residual
-    stream divided by sqrt(2 layers), and the embedding with unit variance. Each method draws anew.
+    """The weights of a `checkpoint.Checkpoint`, drawn on the device: normal, those that add to the residual stream
+    divided by sqrt(2 layers), and the embedding with unit variance. Each read draws anew.
 
     rank: tensor rank whose shards they are. Matrices are drawn whole, so that every split trains the same model.
     """
@@ -39,23 +39,12 @@ class RandomWeights:
         self._config, self._device, self._rank = config, device, rank
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def layer(self, index: int) -> dict[str, torch.Tensor]:
-        depth = math.sqrt(2 * self._config.layers)
-        std = {"qkv": STD, "proj": STD / depth, "fc1": STD, "fc2": STD / depth}
-        layer = {name: self._normal(name, shape, std[name]) for name, shape in self._config.matrices.items()}
-        return layer | {name: self.final_norm() for name in ("norm1", "norm2")}
-
-    def embedding(self) -> torch.Tensor:
-        return self._normal("embedding", (self._config.vocab, self._config.hidden), 1.0)
-
-    def head(self) -> torch.Tensor:
-        return self._normal("head", (self._config.vocab, self._config.hidden), STD)
-
-    def final_norm(self) -> torch.Tensor:
-        return torch.ones(self._config.hidden)
-
-    def _normal(self, name, shape, std):
-        whole = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+    def read(self, name: str, layer: int | None = None) -> torch.Tensor:
+        c = self._config
+        if "norm" in name:
+            return torch.ones(c.hidden)
+        std = 1.0 if name == "embedding" else STD / (math.sqrt(2 * c.layers) if name in ("proj", "fc2") else 1)
+        whole = torch.empty(c.matrices.get(name, (c.vocab, c.hidden)), dtype=torch.bfloat16, device=self._device)
         return shards.shard_of(self._config, name, whole.normal_(0.0, std, generator=self._generator), self._rank)
 
 
@@ -83,16 +72,16 @@ class FrozenWeights:
         ]
         self.layers, self.norms = [], []
         for index, stored in enumerate(values):
-            tensors = source.layer(index)
+            tensors = {name: source.read(name, index) for name in (*config.matrices, "norm1", "norm2")}
             self.layers.append(
                 {name: self._matrix(tensors[name].to(device), stored.get(name)) for name in config.matrices}
             )
             self.norms.append(tuple(tensors[name].to(device, formats.main) for name in ("norm1", "norm2")))
             # Before the next layer is drawn, not after.
             del tensors
-        self.embedding.copy_(source.embedding())
-        self.head.copy_(source.head())
-        self.final_norm = source.final_norm().to(device, formats.main)
+        self.embedding.copy_(source.read("embedding"))
+        self.head.copy_(source.read("head"))
+        self.final_norm = source.read("final_norm").to(device, formats.main)
 
     def _matrix(self, weight, value):
         """A bf16 weight [outputs, inputs] on the device as it is stored: in FP8 in `value`, else (None) as it is."""
