@@ -11,9 +11,7 @@ from common.measuring.marks import section
 from common.training import schedule
 from common.training.data import token_files
 from common.training.memory_fit import fewer_layers
-from common.training.optimizers.adam import MasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.no_adam import NoAdam
+from common.training.optimizers.adam import Adam, Hyperparameters, NoAdam
 from common.training.optimizers.zero import ZeroAdam, reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import Ranks, make_groups
@@ -110,7 +108,7 @@ class State:
                 def reduce_norm(norm):
                     reduce_norm_(norm, groups.shards, counted_elsewhere)
 
-            self.adam = MasterAdam(self.parameters, main_grads, numbers, reduce_norm)
+            self.adam = Adam(self.parameters, numbers, main_grads, reduce_norm=reduce_norm)
 
     def reset(self):
         torch.manual_seed(SEED)
@@ -288,13 +286,11 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:
-    samples = config.microbatches * config.microbatch * data_ranks
-    return {
-        "seed": SEED,
-        "global_batch_size": samples,
-        "gradient_accumulation_steps": config.microbatches,
-        "max_sequence_length": config.sequence,
-        "train_samples": samples * config.batches,
-        "eval_samples": HELD_OUT_BATCHES * config.microbatches * config.microbatch,
-        **Hyperparameters(lr=config.lr, **ADAM).mllog(),
-    }
+    return Hyperparameters(lr=config.lr, **ADAM).mllog(
+        seed=SEED,
+        samples=config.microbatches * config.microbatch * data_ranks,
+        microbatches=config.microbatches,
+        sequence=config.sequence,
+        batches=config.batches,
+        held_out=HELD_OUT_BATCHES * config.microbatches * config.microbatch,
+    )

@@ -12,8 +12,7 @@ from common.measuring.marks import section
 from common.training.data.checkpoint import open_checkpoint
 from common.training.memory_fit import fewer_layers
 from common.training.memory_plan import GIB
-from common.training.optimizers.adam import MasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.adam import Adam, Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
@@ -77,7 +76,7 @@ class State:
         self.stack = self._make_stack(formats, weights)
         numbers = Hyperparameters(lr=config.learning_rate, **ADAM)
         reduce_norm = self._reduce_norm if config.tp > 1 else None
-        self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], numbers, reduce_norm)
+        self.adam = Adam([self.adapters.values], numbers, [self.adapters.main_grad], reduce_norm=reduce_norm)
         self.losses = torch.zeros(self.num_losses, device=device)
         self.grad_norms = torch.zeros(self.num_losses, device=device)
         self.reset()
@@ -225,17 +224,15 @@ def _fit(config, preset, kind, device):
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:
     """MLPerf's names -> values of this training, for --mllog."""
-    return {
-        "seed": SEED,
-        "global_batch_size": data_ranks,
-        "gradient_accumulation_steps": 1,
-        "max_sequence_length": config.sequence,
-        "train_samples": data_ranks * config.batches,
-        "eval_samples": HELD_OUT_WINDOWS,
-        **Hyperparameters(lr=config.learning_rate, **ADAM).mllog(),
-        "lora_rank": config.rank,
-        "lora_alpha": config.alpha,
-    }
+    numbers = Hyperparameters(lr=config.learning_rate, **ADAM).mllog(
+        seed=SEED,
+        samples=data_ranks,
+        microbatches=1,
+        sequence=config.sequence,
+        batches=config.batches,
+        held_out=HELD_OUT_WINDOWS,
+    )
+    return numbers | {"lora_rank": config.rank, "lora_alpha": config.alpha}
 
 
 def operators_for(device) -> type[Operators]:

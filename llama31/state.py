@@ -8,9 +8,7 @@ import torch
 from common.capture.pool import StaticInputs
 from common.measuring.marks import mark, section
 from common.training.data import token_files
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.mixed_adam import MixedAdam, Weight
-from common.training.optimizers.no_adam import NoAdam
+from common.training.optimizers.adam import Adam, Hyperparameters, NoAdam
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
@@ -123,10 +121,11 @@ class State:
         self.buckets = collectives.GradientBuckets(self.main_grads, BUCKET_BYTES, self.groups.replicas)
         if c.optimizer == "none":
             return NoAdam(parameters)
-        return MixedAdam(
-            [Weight(part.parameter, part.write) for _, _, part in self.parts],
-            self.main_grads,
+        return Adam(
+            parameters,
             numbers,
+            self.main_grads,
+            writes=[part.write for _, _, part in self.parts],
             moments=DTYPES[c.moments],
             reduce_norm=lambda norm: reduce_norm_(norm, self.groups.shards, uncounted),
             clip_on_host=c.clip == "host",
@@ -333,13 +332,11 @@ def hyperparameters(config: Config, data_ranks: int) -> dict:
     """Return the hyperparameters of this training for the MLPerf log."""
     # The first step's number of microbatches: a log is not written where others have another one.
     microbatches = config.counts[0]
-    samples = microbatches * config.microbatch * data_ranks
-    return {
-        "seed": SEED,
-        "global_batch_size": samples,
-        "gradient_accumulation_steps": microbatches,
-        "max_sequence_length": config.sequence,
-        "train_samples": samples * config.batches,
-        "eval_samples": config.microbatches * config.microbatch,
-        **Hyperparameters(lr=config.lr, **ADAM).mllog(),
-    }
+    return Hyperparameters(lr=config.lr, **ADAM).mllog(
+        seed=SEED,
+        samples=microbatches * config.microbatch * data_ranks,
+        microbatches=microbatches,
+        sequence=config.sequence,
+        batches=config.batches,
+        held_out=config.microbatches * config.microbatch,
+    )

@@ -14,8 +14,7 @@ from common.measuring.marks import mark, section
 from common.training.data import token_files
 from common.training.data.checkpoint import Checkpoint, open_checkpoint
 from common.training.memory_fit import fewer_layers, require_host
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.mixed_adam import MixedAdam, Weight
+from common.training.optimizers.adam import Adam, Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import fill_
@@ -102,8 +101,9 @@ class State:
         grads = [parameter.main_grad for parameter in parameters]
         numbers = Hyperparameters(lr=self.config.lr, **ADAM)
         reduce_norm = self._reduce_norm if self.config.ep > 1 else None
-        moments = DTYPES[self.config.moments]
-        return MixedAdam(map(Weight, parameters), grads, numbers, moments=moments, reduce_norm=reduce_norm)
+        options = {"moments": DTYPES[self.config.moments], "reduce_norm": reduce_norm}
+        # The masters, which the state fills, are more than bf16 weights hold.
+        return Adam(parameters, numbers, grads, writes=[None] * len(parameters), **options)
 
     def _reduce_norm(self, norm):
         """Dense gradients, which all ranks have after their reduction, count on the first one."""
@@ -320,15 +320,14 @@ def positions(bounds: np.ndarray) -> np.ndarray:
 def hyperparameters(config: Config) -> dict:
     """Return the hyperparameters of this training for the MLPerf log."""
     samples = config.microbatches * config.microbatch * config.ep
-    return {
-        "seed": SEED,
-        "global_batch_size": samples,
-        "gradient_accumulation_steps": config.microbatches,
-        "max_sequence_length": config.sequence,
-        "train_samples": samples * config.batches,
-        "eval_samples": samples,
-        **Hyperparameters(lr=config.lr, **ADAM).mllog(),
-    }
+    return Hyperparameters(lr=config.lr, **ADAM).mllog(
+        seed=SEED,
+        samples=samples,
+        microbatches=config.microbatches,
+        sequence=config.sequence,
+        batches=config.batches,
+        held_out=samples,
+    )
 
 
 def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:

@@ -2,7 +2,7 @@
 
 Its edges are fed with fixed seeded tensors: activations of unit variance, and gradients whose norm over a step is 1.
 
-There is no optimizer (common/training/optimizers/no_adam.py): the run that it is part of splits Adam over all its data
+There is no optimizer (`NoAdam`): the run that it is part of splits Adam over all its data
 ranks, so that one rank's share is next to nothing.
 """
 
