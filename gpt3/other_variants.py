@@ -33,7 +33,6 @@ from common.training.parallel import collectives
 from common.training.precision.transformer_engine import undone_where_it_fails
 from common.variant import Compiled, Unsupported, require_compiler
 from common.variant_parameterized import Parameterized
-from gpt3.config import FP8
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
 from gpt3.train import GraphedLayers, eager_step
@@ -52,7 +51,7 @@ class ByTransformerEngine:
 
     def make_callables(self, capture, make_graphed_callables, samples, order, num_layers: int, **options) -> None:
         """self.callables of the state's layers, in the order of samples, with the flag taken out."""
-        state, fp8 = self.state, self.state.config.precision in FP8
+        state, fp8 = self.state, self.state.config.precision == "fp8"
         with capture.capturing(), self.pool.adopt(), undone_where_it_fails(state.layers):
             try:
                 self.callables = make_graphed_callables(

@@ -18,7 +18,8 @@ from common.training.parallel.groups import Ranks, make_groups
 from common.training.parallel.host_messages import of_all_ranks
 from common.training.precision import fp8
 from common.variant import Unsupported
-from gpt3.config import FP8, Config, fit, require
+from gpt3.config import Config, fit, require
+from gpt3.emulated_fp8 import EmulatedScaling
 from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
 from gpt3.pipeline.one_stage import Edges
 
@@ -215,14 +216,10 @@ class State:
 
 
 def _scaling(config, layers, group):
-    if config.precision not in FP8:
+    if config.precision != "fp8":
         return fp8.NoScaling()
-    current = config.precision == "fp8_current"
-    if config.layer == "te":
-        return fp8.TransformerEngineScaling(layers, config.amax_history, group, current)
-    if current:
-        return fp8.EmulatedCurrentScaling(layers)
-    return fp8.EmulatedScaling(layers, config.amax_history, group)
+    make = fp8.TransformerEngineScaling if config.layer == "te" else EmulatedScaling
+    return make(layers, config.amax_history, group)
 
 
 def training_batches(config, device, data_rank):
@@ -258,16 +255,16 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
     if config.precision == "fp32":
         config = replace(config, layer="torch")
     if config.layer == "auto":
-        fault = None if device.type == "cpu" else fp8.te_fault(fp8=config.precision in FP8)
+        fault = None if device.type == "cpu" else fp8.te_fault(fp8=config.precision == "fp8")
         on_te = device.type == "cuda" and fault is None
         config = replace(config, layer="te" if on_te else "torch")
-        if fault and config.precision in FP8:
+        if fault and config.precision == "fp8":
             config = replace(config, precision="bf16")
         if fault:
             notes.append(f"plain-PyTorch layer in {config.precision}: {fault}")
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
-    if config.layer == "torch" and config.precision in FP8:
+    if config.layer == "torch" and config.precision == "fp8":
         notes.append("FP8 emulated: operands rounded to FP8, GEMMs in bf16")
     if config.alone:
         notes.append(
