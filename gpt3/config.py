@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training import flops, schedule
-from common.training.memory_fit import fit_layers, require_host
+from common.training import flops, memory_plan, schedule
+from common.training.memory_plan import fit_layers
 from common.training.parallel.groups import Parallel, Ranks, require_divisible
 
 PRECISIONS = ("fp8", "bf16", "fp32")
@@ -202,7 +202,7 @@ def fit(config: Config, available_bytes: int, dp: int = 1) -> Config:
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    require_host(config, PRESETS, _host_bytes, available_bytes)
+    memory_plan.require(config, PRESETS, _host_bytes, available_bytes)
 
 
 def _host_bytes(config):

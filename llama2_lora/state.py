@@ -10,13 +10,13 @@ from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import section
 from common.training.data.checkpoint import open_checkpoint
-from common.training.memory_fit import fewer_layers
-from common.training.memory_plan import GIB
+from common.training.memory_plan import GIB, budget_bytes, fewer_layers
 from common.training.optimizers.adam import Adam, Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
 from common.training.parallel.host_messages import of_all_ranks
+from common.training.step_report import History
 from common.variant import Unsupported
 from llama2_lora import plan
 from llama2_lora.config import Config
@@ -30,8 +30,8 @@ from llama2_lora.layers.module_stack import ModuleStack
 from llama2_lora.layers.tensor import TensorRanks
 from llama2_lora.layers.transformer_engine import require_kind
 from llama2_lora.weights import adapters
+from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
-from llama2_lora.weights.trainable import Adapters
 
 SEED = 1234
 # MLPerf Training v5.0, llama2_70b_lora: NVIDIA's configs.
@@ -42,13 +42,11 @@ CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 RANK_STEPS = 1_000_003
 
 
-class State:
+class State(History):
     """The stack of layers, adapters, optimizer, rotating windows, and the losses so far.
 
     config must come from `resolve`. kind: "handwritten", "te" or "torch", of the layers.
     """
-
-    num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, kind: str, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.kind, self.rank, self.world_size = config, device, kind, rank, world_size
@@ -77,8 +75,7 @@ class State:
         numbers = Hyperparameters(lr=config.learning_rate, **ADAM)
         reduce_norm = self._reduce_norm if config.tp > 1 else None
         self.adam = Adam([self.adapters.values], numbers, [self.adapters.main_grad], reduce_norm=reduce_norm)
-        self.losses = torch.zeros(self.num_losses, device=device)
-        self.grad_norms = torch.zeros(self.num_losses, device=device)
+        super().__init__(device)
         self.reset()
 
     def _make_stack(self, formats, weights):
@@ -137,7 +134,7 @@ class State:
 
     def keep_loss(self, index: int):
         """Copy loss and gradient norm of step `index` to their history, before a replay overwrites them."""
-        place = min(index, self.num_losses - 1)
+        place = self.slot(index)
         self.losses[place].copy_(self.stack.loss)
         # Each rank has the part of its tokens.
         collectives.all_reduce_sum_(self.losses[place], self.context)
@@ -180,12 +177,6 @@ class State:
         yield "optimizer.step", self.adam.step_count
         yield from self.stack.named_state()
 
-    def read_losses(self, count: int) -> list[float]:
-        return self.losses[: min(count, self.num_losses)].tolist()
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.grad_norms[: min(count, self.num_losses)].tolist()
-
 
 def resolve(config: Config, preset: str, kind: str, device: torch.device):
     """(config with precision, memory and number of layers as they can run on `device`, notes on what changed).
@@ -213,7 +204,7 @@ def _fit(config, preset, kind, device):
         notes.append("bf16: no FP8 on this GPU, it needs compute capability 8.9")
     # The least of all ranks, so that all have as many layers, which keep the same.
     free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))
-    budget = plan.budget_bytes(free)
+    budget = budget_bytes(free, plan.CONTEXT_BYTES)
     fitted = plan.fit(config, budget)
     if kind == "handwritten":
         fitted = replace(fitted, keep=plan.choose(fitted, preset, total, budget))

@@ -6,8 +6,7 @@ import torch
 
 from common.machine import host_state
 from common.training.data import checkpoint
-from common.training.memory_fit import fewer_layers
-from common.training.memory_plan import GIB
+from common.training.memory_plan import GIB, budget_bytes, fewer_layers
 from common.training.parallel.host_messages import of_all_ranks
 from common.training.precision.fp8 import require_fp8, require_nvfp4, te_fault, usable_transformer_engine
 from common.variant import Unsupported
@@ -47,7 +46,7 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
     else:
         # The same on all ranks: one that ran other layers again would wait for collectives that no other one posts.
         free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))
-        budget = plan.budget_bytes(free)
+        budget = budget_bytes(free, plan.CONTEXT_BYTES)
         fitted = plan.fit(config, budget)
         fitted = replace(fitted, keep=plan.choose(fitted, preset, total, budget))
         if fitted.layers < config.layers:

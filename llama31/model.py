@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common.training.parallel import collectives
-from common.training.parallel.context_parallel import places
 from common.training.parallel.differentiable_collectives import (
     cross_entropy,
     gather_from_sequence,
     look_up,
+    places,
     reduce_scatter_to_sequence,
 )
 from common.training.parallel.groups import Groups, Place, fill_

@@ -13,6 +13,7 @@ from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
 from common.training.precision.fp8 import transformer_engine
+from common.training.step_report import History
 from common.variant import Unsupported
 from llama31 import validation
 from llama31.config import Config, layers_of_stages
@@ -40,14 +41,12 @@ CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class State:
+class State(History):
     """This rank's layers, ends, optimizer, rotating batches and the losses seen.
 
     config must be resolved (llama31/device.py): layer is "te" or "torch". dtype: of activations and of weights that
     are not FP8.
     """
-
-    num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1, dtype=torch.bfloat16):
         # What cannot run, or does not fit, is said before weights are read or made.
@@ -65,7 +64,7 @@ class State:
         self._make_modules(dtype)
         self.loss = torch.zeros((), device=device)
         self.validation_loss = torch.zeros((), device=device)
-        self.losses, self.grad_norms = (torch.zeros(self.num_losses, device=device) for _ in range(2))
+        super().__init__(device)
         self.microbatch_losses, self.validation_losses = (
             torch.zeros(config.microbatches, device=device) for _ in range(2)
         )
@@ -227,7 +226,7 @@ class State:
             _require_number("gradient norm", self.adam.grad_norm)
         with section("losses"):
             self.mean_loss(self.microbatch_losses, self.loss)
-        place = min(index, self.num_losses - 1)
+        place = self.slot(index)
         self.losses[place].copy_(self.loss)
         self.grad_norms[place].copy_(self.adam.grad_norm)
 
@@ -285,12 +284,6 @@ class State:
         yield from self.adam.named_state()
         if self.config.validate_every:
             yield "validation_loss", self.validation_loss
-
-    def read_losses(self, count: int) -> list[float]:
-        return self.losses[: min(count, self.num_losses)].tolist()
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.grad_norms[: min(count, self.num_losses)].tolist()
 
     def batch_class(self, index: int) -> int:
         """Steps of as many microbatches, with or without a validation."""

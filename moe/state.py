@@ -13,12 +13,13 @@ from common.machine import host_state
 from common.measuring.marks import mark, section
 from common.training.data import token_files
 from common.training.data.checkpoint import Checkpoint, open_checkpoint
-from common.training.memory_fit import fewer_layers, require_host
+from common.training.memory_plan import fewer_layers, require
 from common.training.optimizers.adam import Adam, Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import fill_
 from common.training.parallel.host_messages import of_all_ranks
+from common.training.step_report import History
 from common.variant import Unsupported
 from moe.attention import Sequences
 from moe.config import CONTEXT_BYTES, GIB, PRESETS, Config, fit, host_bytes, needed_bytes, trained_parameters
@@ -40,13 +41,11 @@ BUCKET_BYTES = 256 * 2**20
 IN_PLACE = ("qkv", "proj", "router", "w1", "w2", "head", *ADAPTERS)
 
 
-class State:
+class State(History):
     """Layers, ends, optimizer, rotating batches and the losses seen.
 
     dtype: of parameters, gradients and activations.
     """
-
-    num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, dtype=torch.bfloat16):
         self.config, self.device, self.dtype = config, device, dtype
@@ -66,7 +65,7 @@ class State:
         self.exchange = Exchange(config, device)
         self._make_modules()
         self.microbatch_losses = torch.zeros(config.microbatches, device=device)
-        self.losses, self.grad_norms = (torch.zeros(self.num_losses, device=device) for _ in range(2))
+        super().__init__(device)
         self.rope_table = tuple(each.to(device) for each in rope_table(config))
         self.batches = [self._batch(index, self.source.batch(index, *self._sizes)) for index in range(config.batches)]
         bounds = [batch["bounds"] for batch in self.batches] if config.documents else []
@@ -173,7 +172,7 @@ class State:
     def end_step(self, index: int) -> None:
         """Keep the step's loss and gradient norm, at a place that depends on its number."""
         with section("losses"):
-            place = min(index, self.num_losses - 1)
+            place = self.slot(index)
             torch.sum(self.microbatch_losses, 0, out=self.losses[place])
             if self.config.ep > 1:
                 collectives.all_reduce_sum_(self.losses[place])
@@ -240,12 +239,6 @@ class State:
             yield (full, parameter) if self.adam else (f"{full}.main_grad", parameter.main_grad)
         if self.adam:
             yield from self.adam.named_state()
-
-    def read_losses(self, count: int) -> list[float]:
-        return self.losses[: min(count, self.num_losses)].tolist()
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.grad_norms[: min(count, self.num_losses)].tolist()
 
     def close(self):
         self.opened.close()
@@ -335,7 +328,7 @@ def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
     notes = []
     if device.type == "cpu":
         for need in (needed_bytes, host_bytes):
-            require_host(config, PRESETS, need, host_state.available_host_bytes())
+            require(config, PRESETS, need, host_state.available_host_bytes())
     else:
         # The same on all ranks: one with other layers would wait for an exchange that no other one makes.
         budget = (min(of_all_ranks(torch.cuda.mem_get_info(device)[0])) - CONTEXT_BYTES) // GIB

@@ -21,8 +21,8 @@ from llama2_lora.kernels.operators import TorchOperators
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.handwritten import HandwrittenStack
 from llama2_lora.state import CACHE
+from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
-from llama2_lora.weights.trainable import Adapters
 
 CPU = torch.device("cpu")
 TINY = PRESETS["tiny"]
