@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training import flops, schedule
-from common.training.memory_fit import fit_layers, require_host
+from common.training import flops, memory_plan, schedule
+from common.training.memory_plan import fit_layers
 from common.training.parallel.groups import Parallel, Ranks, require_divisible
 
-PRECISIONS = ("fp8", "fp8_current", "bf16", "fp32")
-FP8 = ("fp8", "fp8_current")
+PRECISIONS = ("fp8", "bf16", "fp32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +25,11 @@ class Config(Parallel, Timing):
     microbatches: int = option(4, "microbatches in a step, accumulated into main_grad")
     chunks: int = option(1, "parts that a stage's layers are split into (interleaved pipeline)")
     pp_rank: int = option(-1, "run this stage of the pipeline alone, its edges fed with fixed tensors (-1: all stages)")
-    graph_unit: str = option("layer", "of graph_layer: what one graph holds, forward or backward", ("layer", "chunk"))
     zero1: bool = option(False, "with data parallelism, split masters and moments over the data ranks (ZeRO-1)")
     precision: str = option(
         "fp8",
-        "of the layers. fp8: delayed scaling, fp8_current: current scaling, emulated without FP8 hardware; "
-        "fp32: plain layers, to compare decompositions",
+        "of the layers. fp8: delayed scaling, emulated without FP8 hardware; fp32: plain layers, to compare "
+        "decompositions",
         PRECISIONS,
     )
     layer: str = option(
@@ -48,10 +46,8 @@ class Config(Parallel, Timing):
         require_fields(self, counts, lambda value: value >= 1, "a number from 1 up")
         require_fields(self, ("lr",), lambda value: 0 <= value < float("inf"), "a finite number from 0 up")
         require_folder_of_its_own("--data", self.data)
-        if self.precision in FP8 and any(size % 16 for size in (self.hidden, self.ffn, self.heads * self.head_dim)):
-            raise ValueError(
-                f"--precision {self.precision} needs --hidden, --ffn and --heads x --head-dim divisible by 16"
-            )
+        if self.precision == "fp8" and any(size % 16 for size in (self.hidden, self.ffn, self.heads * self.head_dim)):
+            raise ValueError("--precision fp8 needs --hidden, --ffn and --heads x --head-dim divisible by 16")
         if (self.precision, self.layer) == ("fp32", "te"):
             raise ValueError("--precision fp32 needs --layer torch")
         self._require_parallel()
@@ -74,8 +70,8 @@ class Config(Parallel, Timing):
 
     @property
     def staged(self) -> bool:
-        """Return whether gpt3/pipeline/stage.py makes the step: several stages or chunks, or graphs of other units."""
-        return self.pp > 1 or self.chunks > 1 or self.alone or self.graph_unit != "layer"
+        """Return whether gpt3/pipeline/stage.py makes the step: several stages or chunks, or one stage alone."""
+        return self.pp > 1 or self.chunks > 1 or self.alone
 
     @property
     def stage_layers(self) -> int:
@@ -85,11 +81,6 @@ class Config(Parallel, Timing):
     def layer_passes(self) -> int:
         """Forward and backward passes of layers in a step of one stage."""
         return 2 * self.stage_layers * self.microbatches
-
-    @property
-    def unit_passes(self) -> int:
-        """Forward and backward passes of units in a step of one stage: a graph for each."""
-        return self.layer_passes if self.graph_unit == "layer" else 2 * self.chunks * self.microbatches
 
     def ranks(self, world_size: int) -> Ranks:
         if not self.alone:
@@ -190,7 +181,7 @@ def predicted_bytes(config: Config, dp: int = 1) -> int:
         states += -(-12 * parameters // (dp if c.zero1 else 1))
     activations = c.stage_layers * tokens * (12 * hidden + 12 * attention + 8 * c.ffn)
     in_flight = schedule.peak_in_flight(c.pp, max(c.pp_rank, 0), c.chunks, c.microbatches) if c.staged else 1
-    saved = 6 * hidden + 7 * attention + 3 * c.ffn if c.precision in FP8 else 8 * (hidden + attention + c.ffn)
+    saved = 6 * hidden + 7 * attention + 3 * c.ffn if c.precision == "fp8" else 8 * (hidden + attention + c.ffn)
     activations += max(0, in_flight - c.chunks) * (c.stage_layers // c.chunks) * tokens * saved
     logits = tokens * c.vocab * 12
     rest = batch_bytes(c) + (c.stage_layers * 8 * c.amax_history * 4 if c.precision == "fp8" else 0)
@@ -211,7 +202,7 @@ def fit(config: Config, available_bytes: int, dp: int = 1) -> Config:
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    require_host(config, PRESETS, _host_bytes, available_bytes)
+    memory_plan.require(config, PRESETS, _host_bytes, available_bytes)
 
 
 def _host_bytes(config):

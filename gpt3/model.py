@@ -22,8 +22,9 @@ from common.training.parallel.differentiable_collectives import (
     reduce_scatter_to_sequence,
 )
 from common.training.parallel.groups import fill_
-from common.training.precision.fp8 import EmulatedLinear, transformer_engine
-from gpt3.config import FP8, Config
+from common.training.precision.fp8 import transformer_engine
+from gpt3.config import Config
+from gpt3.emulated_fp8 import EmulatedLinear
 
 INIT_STD = 0.006  # MLPerf GPT-3: all weights, no depth scaling
 NORM_EPS = 1e-5
@@ -58,7 +59,7 @@ class PlainLayer(nn.Module):
     def __init__(self, config: Config, dtype, device, tensor: str = collectives.ALONE):
         super().__init__()
         attention = config.heads * config.head_dim
-        linear = EmulatedLinear if config.precision in FP8 else Linear
+        linear = EmulatedLinear if config.precision == "fp8" else Linear
         self.heads, self.head_dim = config.heads, config.head_dim
         self.tensor, self.is_split = tensor, collectives.group_size(tensor) > 1
         self.norm_1 = LayerNorm1p(config.hidden, dtype, device)

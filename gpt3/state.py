@@ -10,36 +10,34 @@ from common.machine import host_state
 from common.measuring.marks import section
 from common.training import schedule
 from common.training.data import token_files
-from common.training.memory_fit import fewer_layers
-from common.training.optimizers.adam import MasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.no_adam import NoAdam
+from common.training.memory_plan import fewer_layers
+from common.training.optimizers.adam import Adam, Hyperparameters, NoAdam
 from common.training.optimizers.zero import ZeroAdam, reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import Ranks, make_groups
 from common.training.parallel.host_messages import of_all_ranks
 from common.training.precision import fp8
+from common.training.step_report import History
 from common.variant import Unsupported
-from gpt3.config import FP8, Config, fit, require
+from gpt3.config import Config, fit, require
+from gpt3.emulated_fp8 import EmulatedScaling
 from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
-from gpt3.pipeline.one_stage import Edges
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
+EDGE_SEED = 4321
 HELD_OUT_BATCHES = 4
 BUCKET_BYTES = 256 * 2**20
 CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 
 
-class State:
+class State(History):
     """Layers, embedding, FP8 scaling, optimizer, rotating batches, and the losses seen.
 
     config must be resolved (`resolve`): layer is "te" or "torch". rank: the world rank. Of a pipeline `chunks`
     are the layers of this rank's stage, `steps` its passes in their order (common/training/schedule.py) and `transfers`
     what is exchanged before each of them and after the last. embedding is None between the first and the last stage.
     """
-
-    num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1):
         self.config, self.device = config, device
@@ -56,8 +54,7 @@ class State:
         self._make_optimizer()
         self.edges = Edges(self.empty_hidden(), config.microbatches) if config.alone else None
         self.loss = torch.zeros((), device=device)
-        self.losses = torch.zeros(self.num_losses, device=device)
-        self.grad_norms = torch.zeros(self.num_losses, device=device)
+        super().__init__(device)
         self.batches = training_batches(config, device, self.place.data_rank)
         shape = (config.microbatches, config.sequence, config.microbatch)
         self.inputs = StaticInputs(
@@ -110,7 +107,7 @@ class State:
                 def reduce_norm(norm):
                     reduce_norm_(norm, groups.shards, counted_elsewhere)
 
-            self.adam = MasterAdam(self.parameters, main_grads, numbers, reduce_norm)
+            self.adam = Adam(self.parameters, numbers, main_grads, reduce_norm=reduce_norm)
 
     def reset(self):
         torch.manual_seed(SEED)
@@ -166,7 +163,7 @@ class State:
         if self.ranks.dp > 1:
             collectives.all_reduce_mean_(self.loss, self.groups.replicas)
         # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
-        place = min(index, self.num_losses - 1)
+        place = self.slot(index)
         self.losses[place].copy_(self.loss)
         self.grad_norms[place].copy_(self.adam.grad_norm)
 
@@ -201,12 +198,6 @@ class State:
         yield from self.adam.named_state()
         yield from self.fp8.named_state()
 
-    def read_losses(self, count: int) -> list[float]:
-        return self.losses[: min(count, self.num_losses)].tolist()
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.grad_norms[: min(count, self.num_losses)].tolist()
-
     def named_parameters(self):
         """(name in the whole model, this rank's part) of each parameter."""
         for number, layer in zip(self.numbers, self.layers, strict=True):
@@ -216,15 +207,45 @@ class State:
             yield from self.embedding.named_parameters(prefix="embedding")
 
 
+class Edges:
+    """The neighbour stages' tensors for a stage without the others: an activation and a gradient a microbatch.
+
+    They are equal in each step and chunk, seeded: activations of unit variance, gradients whose norm over a step is 1.
+    Such a stage has no optimizer (`NoAdam`): the run that it is part of splits Adam over all its data ranks, so that
+    one rank's share is next to nothing.
+    """
+
+    def __init__(self, like: torch.Tensor, microbatches: int):
+        generator = torch.Generator(like.device).manual_seed(EDGE_SEED)
+
+        def recorded(std):
+            return [torch.empty_like(like).normal_(0.0, std, generator=generator) for _ in range(microbatches)]
+
+        self.activations = recorded(1.0)
+        self.gradients = recorded(1.0 / (like.numel() * microbatches) ** 0.5)
+
+    @torch.no_grad()
+    def feed(self, sent, transfers, received) -> torch.Tensor:
+        """Stand in for an exchange: fill `received`, in the order of the receives among `transfers`.
+
+        Returns the sum of the sent tensors' root mean squares over the number of microbatches.
+        """
+        receives = (transfer for transfer in transfers if not transfer.sends)
+        for tensor, transfer in zip(received, receives, strict=True):
+            edges = self.activations if transfer.step > 0 else self.gradients
+            tensor.copy_(edges[transfer.microbatch])
+        total = torch.zeros((), device=self.activations[0].device)
+        for tensor in sent:
+            share = 1.0 / (tensor.numel() ** 0.5 * len(self.activations))
+            total.add_(torch.linalg.vector_norm(tensor, dtype=torch.float32), alpha=share)
+        return total
+
+
 def _scaling(config, layers, group):
-    if config.precision not in FP8:
+    if config.precision != "fp8":
         return fp8.NoScaling()
-    current = config.precision == "fp8_current"
-    if config.layer == "te":
-        return fp8.TransformerEngineScaling(layers, config.amax_history, group, current)
-    if current:
-        return fp8.EmulatedCurrentScaling(layers)
-    return fp8.EmulatedScaling(layers, config.amax_history, group)
+    make = fp8.TransformerEngineScaling if config.layer == "te" else EmulatedScaling
+    return make(layers, config.amax_history, group)
 
 
 def training_batches(config, device, data_rank):
@@ -260,16 +281,16 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
     if config.precision == "fp32":
         config = replace(config, layer="torch")
     if config.layer == "auto":
-        fault = None if device.type == "cpu" else fp8.te_fault(fp8=config.precision in FP8)
+        fault = None if device.type == "cpu" else fp8.te_fault(fp8=config.precision == "fp8")
         on_te = device.type == "cuda" and fault is None
         config = replace(config, layer="te" if on_te else "torch")
-        if fault and config.precision in FP8:
+        if fault and config.precision == "fp8":
             config = replace(config, precision="bf16")
         if fault:
             notes.append(f"plain-PyTorch layer in {config.precision}: {fault}")
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
-    if config.layer == "torch" and config.precision in FP8:
+    if config.layer == "torch" and config.precision == "fp8":
         notes.append("FP8 emulated: operands rounded to FP8, GEMMs in bf16")
     if config.alone:
         notes.append(
@@ -288,13 +309,11 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:
-    samples = config.microbatches * config.microbatch * data_ranks
-    return {
-        "seed": SEED,
-        "global_batch_size": samples,
-        "gradient_accumulation_steps": config.microbatches,
-        "max_sequence_length": config.sequence,
-        "train_samples": samples * config.batches,
-        "eval_samples": HELD_OUT_BATCHES * config.microbatches * config.microbatch,
-        **Hyperparameters(lr=config.lr, **ADAM).mllog(),
-    }
+    return Hyperparameters(lr=config.lr, **ADAM).mllog(
+        seed=SEED,
+        samples=config.microbatches * config.microbatch * data_ranks,
+        microbatches=config.microbatches,
+        sequence=config.sequence,
+        batches=config.batches,
+        held_out=HELD_OUT_BATCHES * config.microbatches * config.microbatch,
+    )

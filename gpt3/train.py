@@ -17,7 +17,7 @@ GPUs).
 Why so many? As in a pipeline, for which NVIDIA's mechanism is made: a graph stands in the place of each module that
 other code calls, and several microbatches are between their forward and their backward at a time, so each has graphs of
 its own. Here, without a pipeline, fewer would do: a pair over all layers for microbatch 0, which casts the weights to
-FP8 and overwrites main_grads, and one for the others, replayed again and again (--graph-unit chunk joins layers).
+FP8 and overwrites main_grads, and one for the others, replayed again and again.
 
 In plain torch, the capture of one layer, and a microbatch of a step with it as the only layer:
 
@@ -74,7 +74,7 @@ by the config. Graphs made by Transformer Engine and by torch.compile are in gpt
 """
 
 from common.contract import Training, parse, variant
-from gpt3.config import FACTS, FP8, PRESETS, Config, card, step_flops
+from gpt3.config import FACTS, PRESETS, Config, card, step_flops
 
 if __name__ == "__main__":
     args = parse("gpt3", Config, PRESETS, **FACTS)  # before torch is imported: --help and mistakes are answered at once
@@ -314,7 +314,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         unit="tokens",
         flops=step_flops(config),
         flops_convention=CAUSAL_HALF,
-        peak_flops=peak_flops(gpu, "fp8" if config.precision in FP8 else config.precision),
+        peak_flops=peak_flops(gpu, config.precision),
         card=card(config, data_ranks, on_gpu=device.type == "cuda"),
         notes=notes,
         hyperparameters=hyperparameters(config, data_ranks),

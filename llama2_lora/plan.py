@@ -6,7 +6,7 @@
 import math
 
 from common.config import flag_of
-from common.training import memory_fit, memory_plan
+from common.training import memory_plan
 from common.training.memory_plan import GIB, Plan
 from llama2_lora import config as lora_config
 from llama2_lora.config import KEEP, MAX_DOCUMENTS, PRESETS, Config, layer_weights, num_trainable
@@ -110,11 +110,6 @@ def fixed_bytes(config: Config) -> int:
     return memory_plan.reserved_bytes(built_sizes(config) + sizes) + LIBRARY_BYTES
 
 
-def budget_bytes(free_bytes: int) -> int:
-    """Bytes that torch may reserve of a GPU's free memory, in whole GiB, so that runs of one session keep the same."""
-    return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
-
-
 def make_plan(config: Config, keep: str | None = None) -> Plan:
     """Return the plan of --keep, or of `keep`: the items that layers keep, with the predicted bytes."""
     sizes = {name: memory_plan.share_bytes(size) for name, size in items(config).items()}
@@ -149,14 +144,14 @@ def card(config: Config, kind: str, on_gpu: bool) -> list[str]:
 
 def fit(config: Config, budget_bytes: int) -> Config:
     """The config with as many of its layers as fit where they keep the least. ValueError if not even one does."""
-    fitted = memory_fit.fit_layers(config, PRESETS, fixed_bytes, budget_bytes)
+    fitted = memory_plan.fit_layers(config, PRESETS, fixed_bytes, budget_bytes)
     _require_indexable(config)
     return fitted
 
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError if the config does not fit into a host without a GPU (None: the host does not tell)."""
-    memory_fit.require_host(config, PRESETS, host_bytes, available_bytes)
+    memory_plan.require(config, PRESETS, host_bytes, available_bytes)
     _require_indexable(config)
 
 

@@ -9,15 +9,14 @@ import torch
 from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import section
-from common.training.data.llama_checkpoint import open_checkpoint
-from common.training.memory_fit import fewer_layers
-from common.training.memory_plan import GIB
-from common.training.optimizers.adam import MasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.data.checkpoint import open_checkpoint
+from common.training.memory_plan import GIB, budget_bytes, fewer_layers
+from common.training.optimizers.adam import Adam, Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
 from common.training.parallel.host_messages import of_all_ranks
+from common.training.step_report import History
 from common.variant import Unsupported
 from llama2_lora import plan
 from llama2_lora.config import Config
@@ -31,8 +30,8 @@ from llama2_lora.layers.module_stack import ModuleStack
 from llama2_lora.layers.tensor import TensorRanks
 from llama2_lora.layers.transformer_engine import require_kind
 from llama2_lora.weights import adapters
+from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
-from llama2_lora.weights.trainable import Adapters
 
 SEED = 1234
 # MLPerf Training v5.0, llama2_70b_lora: NVIDIA's configs.
@@ -43,13 +42,11 @@ CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 RANK_STEPS = 1_000_003
 
 
-class State:
+class State(History):
     """The stack of layers, adapters, optimizer, rotating windows, and the losses so far.
 
     config must come from `resolve`. kind: "handwritten", "te" or "torch", of the layers.
     """
-
-    num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, kind: str, rank: int = 0, world_size: int = 1):
         self.config, self.device, self.kind, self.rank, self.world_size = config, device, kind, rank, world_size
@@ -77,9 +74,8 @@ class State:
         self.stack = self._make_stack(formats, weights)
         numbers = Hyperparameters(lr=config.learning_rate, **ADAM)
         reduce_norm = self._reduce_norm if config.tp > 1 else None
-        self.adam = MasterAdam([self.adapters.values], [self.adapters.main_grad], numbers, reduce_norm)
-        self.losses = torch.zeros(self.num_losses, device=device)
-        self.grad_norms = torch.zeros(self.num_losses, device=device)
+        self.adam = Adam([self.adapters.values], numbers, [self.adapters.main_grad], reduce_norm=reduce_norm)
+        super().__init__(device)
         self.reset()
 
     def _make_stack(self, formats, weights):
@@ -138,7 +134,7 @@ class State:
 
     def keep_loss(self, index: int):
         """Copy loss and gradient norm of step `index` to their history, before a replay overwrites them."""
-        place = min(index, self.num_losses - 1)
+        place = self.slot(index)
         self.losses[place].copy_(self.stack.loss)
         # Each rank has the part of its tokens.
         collectives.all_reduce_sum_(self.losses[place], self.context)
@@ -181,12 +177,6 @@ class State:
         yield "optimizer.step", self.adam.step_count
         yield from self.stack.named_state()
 
-    def read_losses(self, count: int) -> list[float]:
-        return self.losses[: min(count, self.num_losses)].tolist()
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.grad_norms[: min(count, self.num_losses)].tolist()
-
 
 def resolve(config: Config, preset: str, kind: str, device: torch.device):
     """(config with precision, memory and number of layers as they can run on `device`, notes on what changed).
@@ -214,7 +204,7 @@ def _fit(config, preset, kind, device):
         notes.append("bf16: no FP8 on this GPU, it needs compute capability 8.9")
     # The least of all ranks, so that all have as many layers, which keep the same.
     free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))
-    budget = plan.budget_bytes(free)
+    budget = budget_bytes(free, plan.CONTEXT_BYTES)
     fitted = plan.fit(config, budget)
     if kind == "handwritten":
         fitted = replace(fitted, keep=plan.choose(fitted, preset, total, budget))
@@ -225,17 +215,15 @@ def _fit(config, preset, kind, device):
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:
     """MLPerf's names -> values of this training, for --mllog."""
-    return {
-        "seed": SEED,
-        "global_batch_size": data_ranks,
-        "gradient_accumulation_steps": 1,
-        "max_sequence_length": config.sequence,
-        "train_samples": data_ranks * config.batches,
-        "eval_samples": HELD_OUT_WINDOWS,
-        **Hyperparameters(lr=config.learning_rate, **ADAM).mllog(),
-        "lora_rank": config.rank,
-        "lora_alpha": config.alpha,
-    }
+    numbers = Hyperparameters(lr=config.learning_rate, **ADAM).mllog(
+        seed=SEED,
+        samples=data_ranks,
+        microbatches=1,
+        sequence=config.sequence,
+        batches=config.batches,
+        held_out=HELD_OUT_WINDOWS,
+    )
+    return numbers | {"lora_rank": config.rank, "lora_alpha": config.alpha}
 
 
 def operators_for(device) -> type[Operators]:

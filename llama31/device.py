@@ -5,9 +5,8 @@ from dataclasses import replace
 import torch
 
 from common.machine import host_state
-from common.training.data import llama_checkpoint
-from common.training.memory_fit import fewer_layers
-from common.training.memory_plan import GIB
+from common.training.data import checkpoint
+from common.training.memory_plan import GIB, budget_bytes, fewer_layers
 from common.training.parallel.host_messages import of_all_ranks
 from common.training.precision.fp8 import require_fp8, require_nvfp4, te_fault, usable_transformer_engine
 from common.variant import Unsupported
@@ -47,7 +46,7 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
     else:
         # The same on all ranks: one that ran other layers again would wait for collectives that no other one posts.
         free, total = (min(of_all_ranks(size)) for size in torch.cuda.mem_get_info(device))
-        budget = plan.budget_bytes(free)
+        budget = budget_bytes(free, plan.CONTEXT_BYTES)
         fitted = plan.fit(config, budget)
         fitted = replace(fitted, keep=plan.choose(fitted, preset, total, budget))
         if fitted.layers < config.layers:
@@ -58,11 +57,11 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
     return config, notes
 
 
-def open_checkpoint(config: Config) -> llama_checkpoint.Checkpoint:
+def open_checkpoint(config: Config) -> checkpoint.Checkpoint:
     """The opened folder of --checkpoint. ValueError, one line with the flag, where it does not fit the config."""
     if config.share > 1 or config.share_cp > 1:
         raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-cp 1")
-    return llama_checkpoint.open_checkpoint(config.checkpoint, config, rope_scaling=ROPE_SCALING)
+    return checkpoint.open_checkpoint(config.checkpoint, config, rope={"rope_type": "llama3", **ROPE_SCALING})
 
 
 def require_precision(config: Config, device: torch.device) -> None:

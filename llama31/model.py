@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from common.training.parallel import collectives
-from common.training.parallel.context_parallel import places
 from common.training.parallel.differentiable_collectives import (
     cross_entropy,
     gather_from_sequence,
     look_up,
+    places,
     reduce_scatter_to_sequence,
 )
 from common.training.parallel.groups import Groups, Place, fill_
@@ -104,7 +104,7 @@ class PlainLayer(nn.Module):
             self.visible = (keys[None] <= positions_of(c, place.context_rank)[:, None]).to(device)
 
     def parts(self) -> dict[str, Part]:
-        """By the names that common/training/data/llama_checkpoint.py gives them."""
+        """By the names that common/training/data/checkpoint.py gives them."""
         linears = {"qkv": self.qkv, "proj": self.proj, "fc1": self.fc1, "fc2": self.fc2}
         parts = {name: Part(each.weight, each.adds_to_main_grad, each.write) for name, each in linears.items()}
         return parts | {"norm1": Part(self.norm1), "norm2": Part(self.norm2)}

@@ -8,13 +8,12 @@ import torch
 from common.capture.pool import StaticInputs
 from common.measuring.marks import mark, section
 from common.training.data import token_files
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.mixed_adam import MixedAdam, Weight
-from common.training.optimizers.no_adam import NoAdam
+from common.training.optimizers.adam import Adam, Hyperparameters, NoAdam
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
 from common.training.precision.fp8 import transformer_engine
+from common.training.step_report import History
 from common.variant import Unsupported
 from llama31 import validation
 from llama31.config import Config, layers_of_stages
@@ -42,14 +41,12 @@ CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class State:
+class State(History):
     """This rank's layers, ends, optimizer, rotating batches and the losses seen.
 
     config must be resolved (llama31/device.py): layer is "te" or "torch". dtype: of activations and of weights that
     are not FP8.
     """
-
-    num_losses = 4096
 
     def __init__(self, config: Config, device: torch.device, rank: int = 0, world_size: int = 1, dtype=torch.bfloat16):
         # What cannot run, or does not fit, is said before weights are read or made.
@@ -67,7 +64,7 @@ class State:
         self._make_modules(dtype)
         self.loss = torch.zeros((), device=device)
         self.validation_loss = torch.zeros((), device=device)
-        self.losses, self.grad_norms = (torch.zeros(self.num_losses, device=device) for _ in range(2))
+        super().__init__(device)
         self.microbatch_losses, self.validation_losses = (
             torch.zeros(config.microbatches, device=device) for _ in range(2)
         )
@@ -123,10 +120,11 @@ class State:
         self.buckets = collectives.GradientBuckets(self.main_grads, BUCKET_BYTES, self.groups.replicas)
         if c.optimizer == "none":
             return NoAdam(parameters)
-        return MixedAdam(
-            [Weight(part.parameter, part.write) for _, _, part in self.parts],
-            self.main_grads,
+        return Adam(
+            parameters,
             numbers,
+            self.main_grads,
+            writes=[part.write for _, _, part in self.parts],
             moments=DTYPES[c.moments],
             reduce_norm=lambda norm: reduce_norm_(norm, self.groups.shards, uncounted),
             clip_on_host=c.clip == "host",
@@ -228,7 +226,7 @@ class State:
             _require_number("gradient norm", self.adam.grad_norm)
         with section("losses"):
             self.mean_loss(self.microbatch_losses, self.loss)
-        place = min(index, self.num_losses - 1)
+        place = self.slot(index)
         self.losses[place].copy_(self.loss)
         self.grad_norms[place].copy_(self.adam.grad_norm)
 
@@ -269,21 +267,14 @@ class State:
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Masters, or parameters without any, become seeded values or the checkpoint's, a layer at a time, in place."""
-        layer, tensors = None, {}
+        """Masters, or parameters without any, become seeded values or the checkpoint's, in place."""
         has_masters = self.config.optimizer == "adam"
         targets = self.adam.masters if has_masters else [part.parameter for _, _, part in self.parts]
         for (name, number, _), target in zip(self.parts, targets, strict=True):
             if self.checkpoint is None:
                 fill_at_random_(target, self.config, self.place, name, number, SEED)
-                continue
-            if number is None:
-                whole = getattr(self.checkpoint, name)()
             else:
-                if number != layer:
-                    layer, tensors = number, self.checkpoint.layer(number)
-                whole = tensors[name]
-            target.copy_(checkpoint_part(self.config, self.place, name, whole))
+                target.copy_(checkpoint_part(self.config, self.place, name, self.checkpoint.read(name, number)))
 
     def named_state(self):
         for name, number, part in self.parts:
@@ -293,12 +284,6 @@ class State:
         yield from self.adam.named_state()
         if self.config.validate_every:
             yield "validation_loss", self.validation_loss
-
-    def read_losses(self, count: int) -> list[float]:
-        return self.losses[: min(count, self.num_losses)].tolist()
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.grad_norms[: min(count, self.num_losses)].tolist()
 
     def batch_class(self, index: int) -> int:
         """Steps of as many microbatches, with or without a validation."""
@@ -340,13 +325,11 @@ def hyperparameters(config: Config, data_ranks: int) -> dict:
     """Return the hyperparameters of this training for the MLPerf log."""
     # The first step's number of microbatches: a log is not written where others have another one.
     microbatches = config.counts[0]
-    samples = microbatches * config.microbatch * data_ranks
-    return {
-        "seed": SEED,
-        "global_batch_size": samples,
-        "gradient_accumulation_steps": microbatches,
-        "max_sequence_length": config.sequence,
-        "train_samples": samples * config.batches,
-        "eval_samples": config.microbatches * config.microbatch,
-        **Hyperparameters(lr=config.lr, **ADAM).mllog(),
-    }
+    return Hyperparameters(lr=config.lr, **ADAM).mllog(
+        seed=SEED,
+        samples=microbatches * config.microbatch * data_ranks,
+        microbatches=microbatches,
+        sequence=config.sequence,
+        batches=config.batches,
+        held_out=config.microbatches * config.microbatch,
+    )

@@ -12,19 +12,19 @@ from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import mark, section
 from common.training.data import token_files
-from common.training.memory_fit import fewer_layers, require_host
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.mixed_adam import MixedAdam, Weight
+from common.training.data.checkpoint import Checkpoint, open_checkpoint
+from common.training.memory_plan import fewer_layers, require
+from common.training.optimizers.adam import Adam, Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import fill_
 from common.training.parallel.host_messages import of_all_ranks
+from common.training.step_report import History
 from common.variant import Unsupported
 from moe.attention import Sequences
-from moe.checkpoint import open_checkpoint
 from moe.config import CONTEXT_BYTES, GIB, PRESETS, Config, fit, host_bytes, needed_bytes, trained_parameters
 from moe.exchange import Exchange
-from moe.model import ADAPTERS, Accumulation, Ends, Inputs, Layer, rope_table
+from moe.model import ADAPTERS, YARN, Accumulation, Ends, Inputs, Layer, rope_table
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
@@ -41,18 +41,16 @@ BUCKET_BYTES = 256 * 2**20
 IN_PLACE = ("qkv", "proj", "router", "w1", "w2", "head", *ADAPTERS)
 
 
-class State:
+class State(History):
     """Layers, ends, optimizer, rotating batches and the losses seen.
 
     dtype: of parameters, gradients and activations.
     """
 
-    num_losses = 4096
-
     def __init__(self, config: Config, device: torch.device, dtype=torch.bfloat16):
         self.config, self.device, self.dtype = config, device, dtype
         # Both before any weight is made: a wrong path is told at once.
-        self.checkpoint = open_checkpoint(config) if config.checkpoint else None
+        self.checkpoint = opened(config) if config.checkpoint else None
         self.notes = self.checkpoint.notes if self.checkpoint else []
         self.source = token_files.open_tokens(config.data, CACHE)
         # For as long as the state is open.
@@ -67,7 +65,7 @@ class State:
         self.exchange = Exchange(config, device)
         self._make_modules()
         self.microbatch_losses = torch.zeros(config.microbatches, device=device)
-        self.losses, self.grad_norms = (torch.zeros(self.num_losses, device=device) for _ in range(2))
+        super().__init__(device)
         self.rope_table = tuple(each.to(device) for each in rope_table(config))
         self.batches = [self._batch(index, self.source.batch(index, *self._sizes)) for index in range(config.batches)]
         bounds = [batch["bounds"] for batch in self.batches] if config.documents else []
@@ -102,8 +100,9 @@ class State:
         grads = [parameter.main_grad for parameter in parameters]
         numbers = Hyperparameters(lr=self.config.lr, **ADAM)
         reduce_norm = self._reduce_norm if self.config.ep > 1 else None
-        moments = DTYPES[self.config.moments]
-        return MixedAdam(map(Weight, parameters), grads, numbers, moments=moments, reduce_norm=reduce_norm)
+        options = {"moments": DTYPES[self.config.moments], "reduce_norm": reduce_norm}
+        # The masters, which the state fills, are more than bf16 weights hold.
+        return Adam(parameters, numbers, grads, writes=[None] * len(parameters), **options)
 
     def _reduce_norm(self, norm):
         """Dense gradients, which all ranks have after their reduction, count on the first one."""
@@ -173,7 +172,7 @@ class State:
     def end_step(self, index: int) -> None:
         """Keep the step's loss and gradient norm, at a place that depends on its number."""
         with section("losses"):
-            place = min(index, self.num_losses - 1)
+            place = self.slot(index)
             torch.sum(self.microbatch_losses, 0, out=self.losses[place])
             if self.config.ep > 1:
                 collectives.all_reduce_sum_(self.losses[place])
@@ -241,12 +240,6 @@ class State:
         if self.adam:
             yield from self.adam.named_state()
 
-    def read_losses(self, count: int) -> list[float]:
-        return self.losses[: min(count, self.num_losses)].tolist()
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        return self.grad_norms[: min(count, self.num_losses)].tolist()
-
     def close(self):
         self.opened.close()
 
@@ -284,6 +277,13 @@ class State:
         return {name: rows.pin_memory() for name, rows in batch.items()} if self.device.type == "cuda" else batch
 
 
+def opened(config: Config) -> Checkpoint:
+    """The opened folder of --checkpoint. ValueError in one line where it does not fit the config."""
+    # transformers rounds the bounds of YaRN's ramp unless the folder says otherwise.
+    rope = {"rope_type": "yarn", "truncate": False, **YARN} if config.family == "gpt_oss" else None
+    return open_checkpoint(config.checkpoint, config, config.family, rope)
+
+
 def _keep_gradient(accumulation: Accumulation, parameter) -> None:
     """Let what autograd brings go to main_grad. No method: a parameter would hold the state for as long as it lives."""
     if accumulation.adds:
@@ -313,15 +313,14 @@ def positions(bounds: np.ndarray) -> np.ndarray:
 def hyperparameters(config: Config) -> dict:
     """Return the hyperparameters of this training for the MLPerf log."""
     samples = config.microbatches * config.microbatch * config.ep
-    return {
-        "seed": SEED,
-        "global_batch_size": samples,
-        "gradient_accumulation_steps": config.microbatches,
-        "max_sequence_length": config.sequence,
-        "train_samples": samples * config.batches,
-        "eval_samples": samples,
-        **Hyperparameters(lr=config.lr, **ADAM).mllog(),
-    }
+    return Hyperparameters(lr=config.lr, **ADAM).mllog(
+        seed=SEED,
+        samples=samples,
+        microbatches=config.microbatches,
+        sequence=config.sequence,
+        batches=config.batches,
+        held_out=samples,
+    )
 
 
 def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
@@ -329,7 +328,7 @@ def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
     notes = []
     if device.type == "cpu":
         for need in (needed_bytes, host_bytes):
-            require_host(config, PRESETS, need, host_state.available_host_bytes())
+            require(config, PRESETS, need, host_state.available_host_bytes())
     else:
         # The same on all ranks: one with other layers would wait for an exchange that no other one makes.
         budget = (min(of_all_ranks(torch.cuda.mem_get_info(device)[0])) - CONTEXT_BYTES) // GIB

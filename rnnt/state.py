@@ -15,7 +15,7 @@ from rnnt.config import GENERATED, Config
 from rnnt.data import buckets
 from rnnt.data.batches import Batch, Inputs
 from rnnt.data.synthetic import Synthetic, typical_lengths
-from rnnt.decoding.word_error_rate import word_error_rate
+from rnnt.decoding import word_error_rate
 from rnnt.lamb import Lamb
 from rnnt.loss import transducer_loss
 from rnnt.model import RNNT, flatten, initialise

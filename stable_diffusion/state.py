@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.capture.static_inputs import DoubleBuffered
 from common.machine import memory
 from common.measuring.marks import section
-from common.training.optimizers.adam import LossScaler, ScaledMasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.adam import Adam, Hyperparameters, LossScaler
 from common.training.parallel import collectives
 from common.training.step_report import ScaledReport
 from common.variant import Unsupported
@@ -53,7 +52,7 @@ class State:
         self.names, self.parameters = zip(*self.unet.named_parameters(), strict=True)
         self.root_alpha, self.root_beta = schedule(device)
         self.scaler = LossScaler(device, config.loss_scale, config.growth_interval, config.hysteresis)
-        self.adam = ScaledMasterAdam(self.parameters, self.scaler, Hyperparameters(lr=config.lr, **ADAM))
+        self.adam = Adam(self.parameters, Hyperparameters(lr=config.lr, **ADAM), scaler=self.scaler)
         self.reduced = [torch.zeros_like(parameter) for parameter in self.parameters] if world_size > 1 else None
         self.buckets = collectives.GradientBuckets(self.reduced, BUCKET_BYTES) if world_size > 1 else None
         samples, self.held_out = _samples(config)

@@ -17,18 +17,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 
 from benchmarks import gate, overview, publish, report, runs
 from benchmarks.files import partial, run_file
 from benchmarks.pages import readme, run_table, tables
 from common.training.data import safetensors_file, token_files
-from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.data.checkpoint import open_checkpoint, parts_of
 from llama2_lora.config import Config
 from llama2_lora.data import rows
-from moe import checkpoint as moe_checkpoint
 from moe.config import PRESETS as MOE
 from moe.model import YARN
+from moe.state import opened
 from stable_diffusion.data import shards
 from tests.helpers.llama2_lora_case import write_checkpoint
 from tests.helpers.made_run import HEADER, made_run
@@ -152,7 +153,7 @@ def _tensors(path):
 
 def _checkpoint(path):
     found = open_checkpoint(path.parent, LLAMA)
-    found.layer(0), found.embedding(), found.head()
+    found.read("qkv", 0), found.read("embedding"), found.read("head")
 
 
 def _json_lines():
@@ -174,7 +175,7 @@ def _parquet(folder):
 def _packed_tensors(folder):
     torch.manual_seed(0)
     made = {"input_ids": torch.arange(9, dtype=torch.int32), "starts": torch.tensor([0, 4])}
-    safetensors_file.write_file(folder / "train.safetensors", made, {})
+    safetensors.torch.save_file(made, folder / "train.safetensors")
     return (folder / "train.safetensors").read_bytes()
 
 
@@ -324,15 +325,15 @@ def _moe_values(family):
             described["rope_parameters"] = {"rope_type": "yarn", "truncate": False, **YARN}
         shapes = {}
         for name in ("embedding", "final_norm", "head"):
-            shapes |= moe_checkpoint.parts_of(c, name, None)
+            shapes |= parts_of(family, c, name, None)
         for layer in range(c.layers):
             names = ["norm1", "norm2", "qkv", "proj", "router", "w1", "w2"]
             more = {"qwen3": ["q_norm", "k_norm"], "gpt_oss": ["qkv_bias", "proj_bias", "sinks", "router_bias"]}
             more["gpt_oss"] += ["bias1", "bias2"]
             for name in names + more[family]:
-                shapes |= moe_checkpoint.parts_of(c, name, layer)
+                shapes |= parts_of(family, c, name, layer)
         tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        safetensors_file.write_file(folder / "whole.safetensors", tensors, {})
+        safetensors.torch.save_file(tensors, folder / "whole.safetensors")
         return {"config.json": described, "header": _header(folder / "whole.safetensors")}
 
     return values
@@ -365,7 +366,7 @@ def _write_moe(folder, values):
 def _read_moe(preset):
     def read(folder):
         config = replace(MOE[preset], checkpoint=str(folder / "model"))
-        found, target = moe_checkpoint.open_checkpoint(config), torch.empty(config.vocab, config.hidden)
+        found, target = opened(config), torch.empty(config.vocab, config.hidden)
         found.read_into("embedding", None, target)
 
     return read

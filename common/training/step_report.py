@@ -1,7 +1,7 @@
-"""Numbers of the device on the host, some steps late and without waiting for the device.
+"""Loss and gradient norm of each step on the device, and their late report to the host, which waits for nothing.
 
-What is read is the newest copy that has arrived. The host may run at most `depth` steps ahead of the device, which
-bounds how late a value is, and waits then for a step that lies `depth` back, never for the queue to drain.
+The host reads the newest copy that has arrived. It may run at most `depth` steps ahead of the device, which bounds how
+late a value is, and waits then for a step that lies `depth` back, never for the queue to drain.
 """
 
 import torch
@@ -61,23 +61,44 @@ class DelayedReader:
         return self.indices[place], self.slots[place].tolist()
 
 
-class ScaledReport:
+class History:
+    """Losses and gradient norms of steps, FP32 on the device.
+
+    The first NUM_LOSSES - 1 steps are kept, and runs are compared by them; later steps overwrite the last place.
+    """
+
+    NUM_LOSSES = 4096
+
+    def __init__(self, device: torch.device):
+        self.losses, self.grad_norms = (torch.zeros(self.NUM_LOSSES, device=device) for _ in range(2))
+
+    def slot(self, index: int) -> int:
+        """Return the place of step `index`."""
+        return min(index, self.NUM_LOSSES - 1)
+
+    def read_losses(self, count: int) -> list[float]:
+        """Return the losses of steps 0 to count - 1; waits for the device."""
+        return self.losses[: min(count, self.NUM_LOSSES)].tolist()
+
+    def read_grad_norms(self, count: int) -> list[float]:
+        """Return the gradient norms of steps 0 to count - 1, waiting for the device."""
+        return self.grad_norms[: min(count, self.NUM_LOSSES)].tolist()
+
+
+class ScaledReport(History):
     """The host's late report of each step with a loss scale: losses, gradient norms, an overflow storm.
 
-    fill is a part of the step and can be captured; end_step is not. The first num_losses - 1 steps are kept, and
-    runs are compared by them; later steps overwrite the last place. exact: as for DelayedReader.
+    fill is a part of the step and can be captured; end_step is not. exact: as for DelayedReader.
     """
 
     FIELDS = ("loss", "loss_scale", "grad_norm", "floor_overflows", "num_skipped")
-    NUM_LOSSES = 4096
     MIN_STEPS_JUDGED = 20
 
     def __init__(self, device: torch.device, scaler, max_floor_overflows: int, exact: bool = False):
         self.scaler, self.max_floor_overflows = scaler, max_floor_overflows
         self.values = torch.zeros(len(self.FIELDS), device=device)
         self.late = DelayedReader(device, len(self.FIELDS), exact=exact)
-        self.losses = torch.zeros(self.NUM_LOSSES, device=device)
-        self.grad_norms = torch.zeros(self.NUM_LOSSES, device=device)
+        super().__init__(device)
 
     def reset(self) -> None:
         """Forget all steps: losses and gradient norms are zero, nothing is on its way to the host."""
@@ -97,7 +118,7 @@ class ScaledReport:
 
         Raises FloatingPointError where the loss scale is at its floor and gradients overflow step after step.
         """
-        place = min(index, self.NUM_LOSSES - 1)
+        place = self.slot(index)
         self.losses[place].copy_(self.values[0])
         self.grad_norms[place].copy_(self.values[2])
         self.late.push(index, self.values)
@@ -123,7 +144,7 @@ class ScaledReport:
             raise FloatingPointError(
                 f"gradients overflowed in each of {count} steps, nothing was trained: lower --loss-scale"
             )
-        return self.losses[: min(count, self.NUM_LOSSES)].tolist()
+        return super().read_losses(count)
 
     def closing(self, dropped: list) -> dict:
         """Steps skipped since the last reset, and samples dropped, for the file of --record."""
@@ -132,7 +153,3 @@ class ScaledReport:
             "num_dropped_samples": len(dropped),
             "dropped_samples": [str(one) for one in dropped[:20]],
         }
-
-    def read_grad_norms(self, count: int) -> list[float]:
-        """Return the gradient norms of steps 0 to count - 1, waiting for the device."""
-        return self.grad_norms[: min(count, self.NUM_LOSSES)].tolist()

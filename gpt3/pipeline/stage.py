@@ -10,8 +10,8 @@ their way through it at a time. No variant captures the sends and receives, sinc
 step; embedding, final norm and loss, as in gpt3/train.py; the FP8 scale updates, one a step, since a chunk's amaxes are
 complete when its last microbatch has run; and the optimizer.
 
-With --pp-rank a stage runs without the others. Its inputs are then copied from fixed tensors (one_stage.py), its
-outputs are dropped, and their root mean squares are added to its loss, since most stages have no loss of their own.
+With --pp-rank a stage runs without the others. Its inputs are then copied from fixed tensors (gpt3/state.py, `Edges`),
+its outputs are dropped, and their root mean squares are added to its loss, since most stages have no loss of their own.
 """
 
 from common.contract import variant

@@ -1,14 +1,14 @@
 """Context parallelism (--cp): the part of a window that a rank has, and attention to the keys of all ranks.
 
 Of 2 cp runs of a window's tokens a rank has one from the front and one from the back, so that all see equally many keys
-(common/training/parallel/context_parallel.py). Layers work on these tokens only. Attention gathers keys and values
-of all ranks, in the backward once more, and gives each rank the sum of their gradients.
+(`places`). Layers work on these tokens only. Attention gathers keys and values of all ranks, in the backward once more,
+and gives each rank the sum of their gradients.
 """
 
 import torch
 
 from common.training.parallel import collectives
-from common.training.parallel.context_parallel import places
+from common.training.parallel.differentiable_collectives import places
 from llama2_lora.config import Config
 from llama2_lora.data.windows import PackedBatch
 from llama2_lora.kernels.attention import FlashAttention

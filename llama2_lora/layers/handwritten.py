@@ -17,8 +17,8 @@ from llama2_lora.kernels.operators import dropout_key
 from llama2_lora.kernels.scaling import Formats, Scaling, restored
 from llama2_lora.layers.tensor import TensorRanks
 from llama2_lora.plan import workspace
+from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
-from llama2_lora.weights.trainable import Adapters
 
 QKV, PROJ = 0, 1
 

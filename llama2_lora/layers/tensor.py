@@ -1,6 +1,6 @@
 """Tensor parallelism (--tp): the collectives of the ranks that share each layer.
 
-Tokens and residual stream are the same on every rank; matrices are sharded (llama2_lora/weights/shards.py). A shard of
+Tokens and residual stream are the same on every rank; matrices are sharded (llama2_lora/weights/frozen.py). A shard of
 a row-parallel matrix gives a summand of its output, a shard of a column-parallel matrix a summand of its input's
 gradient: `sum_` adds these up over the ranks, four times a layer. There is no sequence parallelism: every rank computes
 all norms.

@@ -2,6 +2,11 @@
 
 An FP8 GEMM on Hopper reads both operands along the dimension that it sums over, so the backward's dx = dy W needs W
 transposed. Nothing here holds a transpose; handwritten layers make them (llama2_lora/layers/handwritten.py).
+
+Tensor parallelism (--tp) splits weights and adapters as in Megatron: qkv, fc1 and head by their outputs
+(column-parallel), proj and fc2 by their inputs (row-parallel), the embedding by its rows. Adapters follow their matrix,
+as in PEFT and Megatron: at a column-parallel matrix a is replicated and b split by outputs, at a row-parallel matrix a
+is split by inputs and b replicated.
 """
 
 import math
@@ -11,13 +16,14 @@ import torch
 
 from common.training.parallel import collectives
 from common.training.precision.fp8 import E4M3_MAX
-from llama2_lora.config import Config
+from llama2_lora.config import REPLICATED, Config
 from llama2_lora.kernels.scaling import Formats
-from llama2_lora.weights import shards
 
 STD = 0.02
 # Rows that are quantised at a time: their FP32 copy is the only memory needed besides.
 CHUNK = 2048
+# Matrices that tensor ranks split by their inputs.
+_BY_INPUTS = ("proj", "fc2", "proj.a")
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,8 @@ class Matrix:
 
 
 class RandomWeights:
-    """The weights of a `llama_checkpoint.Checkpoint`, drawn on the device: normal, those that add to the residual
-    stream divided by sqrt(2 layers), and the embedding with unit variance. Each method draws anew.
+    """The weights of a `checkpoint.Checkpoint`, drawn on the device: normal, those that add to the residual stream
+    divided by sqrt(2 layers), and the embedding with unit variance. Each read draws anew.
 
     rank: tensor rank whose shards they are. Matrices are drawn whole, so that every split trains the same model.
     """
@@ -39,24 +45,13 @@ class RandomWeights:
         self._config, self._device, self._rank = config, device, rank
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def layer(self, index: int) -> dict[str, torch.Tensor]:
-        depth = math.sqrt(2 * self._config.layers)
-        std = {"qkv": STD, "proj": STD / depth, "fc1": STD, "fc2": STD / depth}
-        layer = {name: self._normal(name, shape, std[name]) for name, shape in self._config.matrices.items()}
-        return layer | {name: self.final_norm() for name in ("norm1", "norm2")}
-
-    def embedding(self) -> torch.Tensor:
-        return self._normal("embedding", (self._config.vocab, self._config.hidden), 1.0)
-
-    def head(self) -> torch.Tensor:
-        return self._normal("head", (self._config.vocab, self._config.hidden), STD)
-
-    def final_norm(self) -> torch.Tensor:
-        return torch.ones(self._config.hidden)
-
-    def _normal(self, name, shape, std):
-        whole = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
-        return shards.shard_of(self._config, name, whole.normal_(0.0, std, generator=self._generator), self._rank)
+    def read(self, name: str, layer: int | None = None) -> torch.Tensor:
+        c = self._config
+        if "norm" in name:
+            return torch.ones(c.hidden)
+        std = 1.0 if name == "embedding" else STD / (math.sqrt(2 * c.layers) if name in ("proj", "fc2") else 1)
+        whole = torch.empty(c.matrices.get(name, (c.vocab, c.hidden)), dtype=torch.bfloat16, device=self._device)
+        return shard_of(self._config, name, whole.normal_(0.0, std, generator=self._generator), self._rank)
 
 
 class FrozenWeights:
@@ -83,16 +78,16 @@ class FrozenWeights:
         ]
         self.layers, self.norms = [], []
         for index, stored in enumerate(values):
-            tensors = source.layer(index)
+            tensors = {name: source.read(name, index) for name in (*config.matrices, "norm1", "norm2")}
             self.layers.append(
                 {name: self._matrix(tensors[name].to(device), stored.get(name)) for name in config.matrices}
             )
             self.norms.append(tuple(tensors[name].to(device, formats.main) for name in ("norm1", "norm2")))
             # Before the next layer is drawn, not after.
             del tensors
-        self.embedding.copy_(source.embedding())
-        self.head.copy_(source.head())
-        self.final_norm = source.final_norm().to(device, formats.main)
+        self.embedding.copy_(source.read("embedding"))
+        self.head.copy_(source.read("head"))
+        self.final_norm = source.read("final_norm").to(device, formats.main)
 
     def _matrix(self, weight, value):
         """A bf16 weight [outputs, inputs] on the device as it is stored: in FP8 in `value`, else (None) as it is."""
@@ -104,3 +99,32 @@ class FrozenWeights:
         for rows, stored in zip(weight.split(CHUNK), value.split(CHUNK), strict=True):
             stored.copy_((rows.float() * scale).clamp(-E4M3_MAX, E4M3_MAX))
         return Matrix(value, (1.0 / scale).reshape(1))
+
+
+def shard_of(config: Config, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the shard of a matrix [outputs, inputs] that tensor rank `rank` has, contiguous.
+
+    name: as in Config.matrices or Config.adapters, "embedding" or "head".
+    """
+    if config.tp == 1 or name in REPLICATED:
+        return whole
+    if name in _BY_INPUTS:
+        return whole.chunk(config.tp, 1)[rank].contiguous()
+    return torch.cat([each.chunk(config.tp)[rank] for each in whole.split(_stacked(config, name, len(whole)))])
+
+
+def unsharded(config: Config, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the whole matrix from the shards (`shard_of`) of all tensor ranks, in the order of ranks."""
+    if name in REPLICATED:
+        return parts[0]
+    if name in _BY_INPUTS:
+        return torch.cat(parts, 1)
+    rows = _stacked(config.shard, name, len(parts[0]))
+    return torch.cat([torch.cat(each) for each in zip(*(part.split(rows) for part in parts), strict=True)])
+
+
+def _stacked(config, name, rows):
+    """Numbers of rows of the matrices that are stacked in a fused matrix: each of them is split."""
+    if name in ("qkv", "qkv.b"):
+        return [config.q_width, config.kv_width, config.kv_width]
+    return [rows // 2] * 2 if name == "fc1" else [rows]

@@ -5,7 +5,6 @@ te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
 """
 
 from common.training import memory_plan, schedule
-from common.training.memory_fit import fit_layers, require_host
 from common.training.memory_plan import GIB, Plan
 from llama31.config import KEEP, PRESETS, Config, layer_parameters, num_parameters
 
@@ -87,11 +86,6 @@ def _layers(config):
     return max(config.stage_sizes)
 
 
-def budget_bytes(free_bytes: int) -> int:
-    """Return the bytes torch may reserve of a GPU's free memory, in whole GiB: runs of one session keep the same."""
-    return max(1, (free_bytes - CONTEXT_BYTES) // GIB) * GIB
-
-
 def make_plan(config: Config, keep: str | None = None) -> Plan:
     """Return the plan of --keep, or of `keep`, for the widest stage, with the predicted bytes.
 
@@ -118,12 +112,12 @@ def needed_bytes(config: Config) -> int:
 
 def fit(config: Config, budget: int) -> Config:
     """The config with as many layers as fit where they keep the least. ValueError where not one for each stage does."""
-    return fit_layers(config, PRESETS, needed_bytes, budget, config.pp)
+    return memory_plan.fit_layers(config, PRESETS, needed_bytes, budget, config.pp)
 
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    require_host(config, PRESETS, _host_bytes, available_bytes)
+    memory_plan.require(config, PRESETS, _host_bytes, available_bytes)
 
 
 def _host_bytes(config):

@@ -15,8 +15,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from common.text import printable
-from common.training.data import safetensors_header
 from common.training.data.limits import MAX_ROWS, first_line
+from common.training.data.safetensors_file import open_file
 
 NAMES = ("moments", "context")
 # The format's name of a dtype -> numpy's.
@@ -55,7 +55,7 @@ class Samples:
 
     def _entries(self, shard):
         path = self.folder / shard
-        entries = safetensors_header.read(path, "--data")
+        entries = open_file(path, "--data").entries
         for name in NAMES:
             if name not in entries:
                 raise ValueError(f"--data: {printable(path)} has no tensor {name}")

@@ -87,8 +87,7 @@ def test_masters_and_moments_are_split_over_data_ranks_or_elsewhere():
 def test_prediction_grows_with_every_size():
     for name in ("layers", "hidden", "heads", "head_dim", "ffn", "vocab", "sequence", "microbatch"):
         assert predicted_bytes(replace(BENCH, **{name: 2 * getattr(BENCH, name)})) > predicted_bytes(BENCH), name
-    current = replace(BENCH, precision="fp8_current")
-    assert predicted_bytes(replace(BENCH, precision="bf16")) < predicted_bytes(current) < predicted_bytes(BENCH)
+    assert predicted_bytes(replace(BENCH, precision="bf16")) < predicted_bytes(BENCH)
     # Eighteen bytes a parameter at the very least.
     assert predicted_bytes(BENCH) > 18 * num_parameters(BENCH)
 
@@ -107,7 +106,7 @@ def test_host_that_is_too_small_is_told_to_run_tiny():
         ({"layers": 0}, "--layers 0: takes a number from 1 up"),
         ({"lr": float("nan")}, "--lr nan"),
         ({"ffn": 250}, "--precision fp8 needs"),
-        ({"heads": 3, "head_dim": 8, "precision": "fp8_current"}, "--precision fp8_current needs"),
+        ({"heads": 3, "head_dim": 8}, "--precision fp8 needs"),
         ({"precision": "fp32", "layer": "te"}, "--precision fp32 needs --layer torch"),
         ({"pp": 2, "chunks": 2}, "--layers 2 is not divisible by --pp x --chunks 4"),
         ({"pp": 2, "chunks": 2, "layers": 4, "microbatches": 3}, "--microbatches 3 is no multiple of --pp 2"),

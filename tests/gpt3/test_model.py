@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common.training.precision.fp8 import EmulatedScaling
 from gpt3.config import PRESETS, Config
+from gpt3.emulated_fp8 import EmulatedScaling
 from gpt3.model import INIT_STD, Embedding, PlainLayer, attach_main_grads, initialise
 
 CONFIG = Config(

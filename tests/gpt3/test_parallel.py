@@ -53,7 +53,6 @@ def test_ranks_train_as_one_process_does(split, monkeypatch, tmp_path):
         *((split, "fp8") for split in IN_MAKE_TEST),
         *(pytest.param(split, "fp8", marks=pytest.mark.slow) for split in SPLITS if split not in IN_MAKE_TEST),
         *(pytest.param(split, "bf16", marks=pytest.mark.slow) for split in IN_MAKE_TEST),
-        pytest.param("tp2", "fp8_current", marks=pytest.mark.slow),
     ],
 )
 def test_graphed_ranks_equal_eager_ones_bit_for_bit(split, precision, monkeypatch):

@@ -49,7 +49,6 @@ def follow_eager(state, count):
     "changes",
     [
         {},
-        {"precision": "fp8_current"},
         {"layers": 1, "microbatches": 1},
         {"layers": 3, "microbatches": 3, "microbatch": 2, "precision": "bf16"},
     ],
@@ -248,7 +247,7 @@ def test_flops():
 # --- the state
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_current", "bf16"])
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_reset_restores_every_tensor_in_place(precision):
     state = State(replace(TINY, precision=precision), CPU)
     other = State(state.config, CPU)

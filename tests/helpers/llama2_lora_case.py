@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from common.measuring.state_hash import StateHasher
 from common.training.data import token_files
-from common.training.data.safetensors_file import write_file
 from llama2_lora import plan as plans
 from llama2_lora import train
 from llama2_lora.config import PRESETS
@@ -21,8 +21,8 @@ from llama2_lora.kernels.operators import TorchOperators
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.handwritten import HandwrittenStack
 from llama2_lora.state import CACHE
+from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
-from llama2_lora.weights.trainable import Adapters
 
 CPU = torch.device("cpu")
 TINY = PRESETS["tiny"]
@@ -208,13 +208,13 @@ def write_checkpoint(folder, config, tensors=None, shards=2, **others):
     tensors = weights(config) if tensors is None else tensors
     (folder / "config.json").write_text(json.dumps(described(config, **others)))
     if shards == 1:
-        write_file(folder / "model.safetensors", tensors, {"format": "pt"})
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return folder
     names, weight_map = list(tensors), {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
         part = {name: tensors[name] for name in names[shard::shards]}
-        write_file(folder / file, part, {"format": "pt"})
+        save_file(part, folder / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(part, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.training.parallel.context_parallel import places
+from common.training.parallel.differentiable_collectives import places
 from common.variant import Unsupported
 from llama2_lora import state as states
 from llama2_lora.config import PRESETS, flops_per_step

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.training.memory_fit import gib
-from common.training.memory_plan import GIB
+from common.training.memory_plan import GIB, budget_bytes, gib
 from llama2_lora import plan as plans
 from llama2_lora.config import KEEP, PRESETS
 from llama2_lora.state import State
@@ -78,7 +77,7 @@ GPUS = {"H200": (139.2, 150), "H100": (78.7, 85)}
 def test_layers_keep_what_the_preset_says_on_its_cards(gpu, card, preset):
     """What is predicted fits, and is not far from all that is free where layers keep less than everything."""
     free_gib, total_gb = GPUS[gpu]
-    budget = plans.budget_bytes(int(free_gib * GIB))
+    budget = budget_bytes(int(free_gib * GIB), plans.CONTEXT_BYTES)
     config = plans.fit(PRESETS[preset], budget)
     keep = plans.choose(config, preset, total_gb * 10**9, budget)
     assert keep == KEEP.get(preset, {}).get(card, "all")
@@ -122,7 +121,7 @@ def test_the_documents_table_says_what_layers_keep():
     rows = []
     for preset in ("bench", "full"):
         for gpu, (free_gib, total_gb) in GPUS.items():
-            budget = plans.budget_bytes(int(free_gib * GIB))
+            budget = budget_bytes(int(free_gib * GIB), plans.CONTEXT_BYTES)
             config = plans.fit(PRESETS[preset], budget)
             plan = plans.make_plan(config, plans.choose(config, preset, total_gb * 10**9, budget))
             kept = [sum(name in layer for layer in plan.layers) for name in plan.items]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.data.checkpoint import open_checkpoint
 from common.training.data.safetensors_file import File, open_file
 from common.training.parallel import collectives
 from common.variant import Unsupported
@@ -19,7 +19,7 @@ from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.handwritten import QKV
 from llama2_lora.layers.transformer_engine import require_kind
 from llama2_lora.state import State
-from llama2_lora.weights import shards
+from llama2_lora.weights import frozen as shards
 from llama2_lora.weights.frozen import RandomWeights
 from tests.helpers import gloo_ranks
 from tests.helpers.contracts import made
@@ -256,7 +256,7 @@ def test_parts_of_a_matrix_join_to_it():
     config = replace(TINY, tp=2)
     whole = RandomWeights(TINY, CPU)
     parts = [RandomWeights(config, CPU, rank) for rank in range(2)]
-    expected, *layers = (source.layer(0) for source in (whole, *parts))
+    expected, *layers = ({name: each.read(name, 0) for name in config.matrices} for each in (whole, *parts))
     for name in config.matrices:
         assert [tuple(each[name].shape) for each in layers] == [config.shard.matrices[name]] * 2
         assert torch.equal(shards.unsharded(config, name, [each[name] for each in layers]), expected[name])
@@ -267,28 +267,33 @@ def test_parts_of_a_matrix_join_to_it():
     rows = [*range(TINY.ffn // 2), *range(TINY.ffn, TINY.ffn * 3 // 2)]
     assert torch.equal(layers[0]["fc1"], expected["fc1"][rows])
     for name in ("embedding", "head"):
-        assert torch.equal(torch.cat([getattr(each, name)() for each in parts]), getattr(whole, name)())
+        assert torch.equal(torch.cat([each.read(name) for each in parts]), whole.read(name))
 
 
 def test_a_rank_reads_its_share_of_a_checkpoint(tmp_path, monkeypatch):
-    folder, read, num_elements = write_checkpoint(tmp_path / "llama", TINY), File.read_into, []
+    folder, read, num_elements = write_checkpoint(tmp_path / "llama", TINY), File.read, []
 
-    def counted(file, name, out, part):
-        num_elements.append(out.numel())
-        read(file, name, out, part)
+    def counted(file, name, part):
+        tensor = read(file, name, part)
+        num_elements.append(tensor.numel())
+        return tensor
 
-    monkeypatch.setattr(File, "read_into", counted)
-    config, whole = replace(TINY, tp=2), open_checkpoint(folder, TINY).layer(1)
+    def layer(shard):
+        checkpoint = open_checkpoint(folder, TINY, shard=shard)
+        return {name: checkpoint.read(name, 1) for name in (*TINY.matrices, "norm1", "norm2")}
+
+    monkeypatch.setattr(File, "read", counted)
+    config, whole = replace(TINY, tp=2), layer((0, 1))
     assert sum(num_elements) == layer_weights(TINY) + 2 * TINY.hidden
     num_elements.clear()
-    layers = [open_checkpoint(folder, TINY, shard=(rank, 2)).layer(1) for rank in range(2)]
+    layers = [layer((rank, 2)) for rank in range(2)]
     assert sum(num_elements) == layer_weights(TINY) + 2 * 2 * TINY.hidden
     for name in config.matrices:
         assert torch.equal(shards.unsharded(config, name, [each[name] for each in layers]), whole[name])
     assert all(torch.equal(each["norm1"], whole["norm1"]) for each in layers)
     every = [open_checkpoint(folder, TINY, shard=shard) for shard in ((0, 1), (0, 2), (1, 2))]
     for name in ("embedding", "head"):
-        alone, *parts = (getattr(each, name)() for each in every)
+        alone, *parts = (each.read(name) for each in every)
         assert torch.equal(torch.cat(parts), alone)
 
 

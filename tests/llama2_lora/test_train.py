@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.data.checkpoint import open_checkpoint
 from common.training.data.safetensors_file import open_file
 from common.training.memory_plan import GIB
 from common.variant import Unsupported
@@ -125,14 +125,17 @@ def test_weights_of_a_checkpoint_are_trained_on(precision, tmp_path):
     folder = write_checkpoint(tmp_path / "llama", TINY)
     config = replace(TINY, precision=precision, checkpoint=str(folder))
     frozen, tensors = State(config, CPU, "handwritten").stack.weights, open_checkpoint(folder, config)
-    assert torch.equal(frozen.embedding, tensors.embedding()) and torch.equal(frozen.head, tensors.head())
+    assert torch.equal(frozen.embedding, tensors.read("embedding")) and torch.equal(frozen.head, tensors.read("head"))
     for index in range(config.layers):
-        layer = tensors.layer(index)
         for name, matrix in frozen.layers[index].items():
             weight = matrix.value.float() * matrix.inverse
-            torch.testing.assert_close(weight, layer[name].float(), rtol=2**-4 if precision == "fp8" else 0, atol=1e-4)
-        assert torch.equal(torch.stack(frozen.norms[index]), torch.stack([layer["norm1"], layer["norm2"]]))
-    assert torch.equal(frozen.final_norm, tensors.final_norm())
+            torch.testing.assert_close(
+                weight, tensors.read(name, index).float(), rtol=2**-4 if precision == "fp8" else 0, atol=1e-4
+            )
+        assert torch.equal(
+            torch.stack(frozen.norms[index]), torch.stack([tensors.read("norm1", index), tensors.read("norm2", index)])
+        )
+    assert torch.equal(frozen.final_norm, tensors.read("final_norm"))
 
 
 def data_rank():

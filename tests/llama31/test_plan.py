@@ -11,13 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common.training.precision.fp8
-from common.training.memory_plan import GIB
+from common.training.memory_plan import GIB, budget_bytes
 from common.variant import Unsupported
 from llama31 import device, train
 from llama31.config import KEEP, PRESETS
 from llama31.memory.plan import (
     CONTEXT_BYTES,
-    budget_bytes,
     can_keep,
     choose,
     fit,
@@ -111,7 +110,7 @@ TORCH_BF16 = {"layer": "torch", "precision": "bf16", "weights": "bf16"}
 @pytest.mark.parametrize("preset", PRESETS)
 def test_layers_keep_what_the_preset_says_on_its_cards(free_gib, total_gb, card, changes, preset):
     """What is predicted fits, and is not far from all that is free where layers keep less than everything."""
-    budget = budget_bytes(int(free_gib * GIB))
+    budget = budget_bytes(int(free_gib * GIB), CONTEXT_BYTES)
     config = fit(replace(PRESETS[preset], **changes), budget)
     keep = choose(config, preset, total_gb * 10**9, budget)
     predicted = make_plan(config, keep=keep).bytes
@@ -151,7 +150,7 @@ def test_fit_recomputes_before_it_leaves_layers_out():
     small = fit(FULL, 60 * GIB)
     assert 0 < small.layers < 32
     assert needed_bytes(small) <= 60 * GIB < needed_bytes(replace(small, layers=small.layers + 1))
-    assert budget_bytes(139 * GIB + 5) == 139 * GIB - CONTEXT_BYTES
+    assert budget_bytes(139 * GIB + 5, CONTEXT_BYTES) == 139 * GIB - CONTEXT_BYTES
     with pytest.raises(ValueError, match="GiB are free"):
         fit(FULL, 4 * GIB)
     with pytest.raises(ValueError, match="--layers 1000000000"):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe.checkpoint import open_checkpoint
 from moe.config import PRESETS
+from moe.state import opened
 from tests.helpers.moe_case import logits, make
 
 transformers = pytest.importorskip("transformers")
@@ -64,7 +64,7 @@ def test_logits_are_those_of_transformers(checkpoints, family):
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(checkpoints, family, changes, words):
     config = replace(PRESETS[PRESET[family]], checkpoint=str(checkpoints("qwen3")[0]), **changes)
     with pytest.raises(ValueError, match="--checkpoint") as error:
-        open_checkpoint(config)
+        opened(config)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -74,10 +74,10 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(checkpoints, famil
         (
             "gpt_oss",
             {"layer_types": ["full_attention"] * 2},
-            "layer_types in another order, --family gpt_oss has in turns",
+            "layer_types in another order, only in turns",
         ),
         ("gpt_oss", {"layer_types": 5}, "layer_types in another order"),
-        ("gpt_oss", {"rope_parameters": {"truncate": True}}, "truncate True, --family gpt_oss has False"),
+        ("gpt_oss", {"rope_parameters": {"truncate": True}}, "truncate True, only False is built"),
         ("qwen3", {"hidden_size": 10**400}, "sizes that are no numbers"),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_config_of_another_architecture_is_refused_in_one_line(checkpoints, tm
         described[name] = described[name] | value if isinstance(value, dict) else value
     (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(ValueError, match="--checkpoint") as error:
-        open_checkpoint(replace(PRESETS[PRESET[family]], checkpoint=str(tmp_path)))
+        opened(replace(PRESETS[PRESET[family]], checkpoint=str(tmp_path)))
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
@@ -95,4 +95,4 @@ def test_quantised_weights_are_refused(tmp_path):
     described = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(ValueError, match="quantization_config mxfp4"):
-        open_checkpoint(replace(PRESETS["tiny_gpt_oss"], checkpoint=str(tmp_path)))
+        opened(replace(PRESETS["tiny_gpt_oss"], checkpoint=str(tmp_path)))

@@ -1,4 +1,4 @@
-"""rnnt/decoding/greedy_decoder: its labels against a search of one utterance after the other."""
+"""rnnt/decoding.py: its labels against a search of one utterance after the other."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rnnt.config import PRESETS
-from rnnt.decoding.greedy_decoder import GreedyDecoder
+from rnnt.decoding import GreedyDecoder
 from tests.helpers.decoder_cases import BLANK, CONFIG, encoded, model
 
 

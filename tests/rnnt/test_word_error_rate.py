@@ -1,15 +1,14 @@
-"""rnnt/decoding/word_error_rate: errors of words, and their rate over rows that have texts."""
+"""rnnt/decoding.py: errors of words, and their rate over rows that have texts."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+from rnnt import decoding as module
 from rnnt.config import PRESETS
 from rnnt.data.synthetic import Synthetic
-from rnnt.decoding import word_error_rate as module
-from rnnt.decoding.greedy_decoder import GreedyDecoder
-from rnnt.decoding.word_error_rate import word_error_rate, word_errors
+from rnnt.decoding import GreedyDecoder, word_error_rate, word_errors
 from rnnt.speech.transcripts import open_tokenizer
 from rnnt.state import State
 

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 import torch
 
-from common.training.data import safetensors_header
+from common.training.data import safetensors_file
 from stable_diffusion.data import shards
 from stable_diffusion.data.batches import Batches
 from stable_diffusion.data.shards import Samples
@@ -197,7 +197,7 @@ def test_limits_are_one_line(folder, monkeypatch):
     monkeypatch.setattr(shards, "MAX_ROWS", 15)
     with pytest.raises(ValueError, match="^--data .*: 16 samples, at most 15 are read$"):
         Samples(folder, *SIZES)
-    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", 15)
+    monkeypatch.setattr(safetensors_file, "MAX_HEADER_BYTES", 15)
     with pytest.raises(ValueError, match="^--data: .*/00000.safetensors .*15 are"):
         Samples(folder, *SIZES)
 

@@ -1,63 +1,68 @@
-"""Files of the safetensors format as tensors of torch: read one by one, and written whole.
+"""Files of the safetensors format by the safetensors package, with limits and refusals in one line.
 
-    file = open_file(path, flag="--checkpoint")      header checked against the size of the file, nothing else is read
-    file.read_into("model.norm.weight", tensor)
-    write_file(path, {"a": tensor}, {"format": "pt"})
-
-The safetensors package parses, maps and writes; the refusals in one line are of safetensors_header.py.
+file = open_file(path, flag="--checkpoint")      the package checks all of the header; no tensor is read
+tensor = file.read("model.norm.weight")
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
-from common.files import sync, write_whole
-from common.training.data import safetensors_header
-from common.training.data.safetensors_header import Entry
+from common.text import printable
+from common.training.data.limits import MAX_HEADER_BYTES, first_line, open_regular
+
+
+class Entry(NamedTuple):
+    """One tensor of a file: dtype by the format's name, and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class File(NamedTuple):
-    """An opened file: `entries` by name. flag: what error messages begin with."""
+    """An opened file: `entries` by name. flag: the beginning of error messages."""
 
     path: Path
     entries: dict[str, Entry]
     flag: str
 
-    def read_into(self, name: str, out: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
-        """Fill `out`, of the shape of the tensor, or of a part of it, in its own dtype; it copies that part alone.
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> Any:
+        """Return a tensor in the file's dtype, or a part of it, which alone is read.
 
         ValueError where the file is not as it was opened.
         """
-        out.copy_(self._mapped(name)[part])
-
-    def read(self, name: str) -> torch.Tensor:
-        """A new CPU tensor of the file's dtype and shape. ValueError where the file is not as it was opened."""
-        return self._mapped(name).clone()
-
-    def _mapped(self, name):
         try:
             with safe_open(self.path, "pt") as file:
-                return file.get_tensor(name)
+                return file.get_slice(name)[part] if part else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise safetensors_header.damaged(self.path, self.flag, error) from None
+            raise _damaged(self.path, self.flag, error) from None
 
 
 def open_file(path, flag: str) -> File:
-    """Read the header and check every tensor's dtype, shape and place against the size of the file.
+    """Check the header: every tensor's dtype, shape and place against the size of the file.
 
-    ValueError in one line that begins with `flag`: missing, no safetensors file, truncated, or a header that
-    contradicts itself. What the bytes of a tensor hold is not checked: the format has no checksum.
+    ValueError in one line that begins with `flag`: missing, no safetensors file, truncated, a header that contradicts
+    itself, or one of more than MAX_HEADER_BYTES. The format has no checksum: nothing checks the bytes of a tensor.
     """
-    path = Path(path)
-    return File(path, safetensors_header.read(path, flag), flag)
+    name = printable(path)
+    with open_regular(path, flag) as file:
+        start = file.read(8)
+    if start == b"version ":
+        raise ValueError(f"{flag}: {name} is the pointer of a file in Git LFS: git lfs pull brings the file")
+    length = int.from_bytes(start, "little") if len(start) == 8 else 0
+    if not 2 <= length <= 100_000_000:  # the format's own limit
+        raise ValueError(f"{flag}: {name} is not a safetensors file")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"{flag}: {name} has a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are read")
+    try:
+        with safe_open(path, "np") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  # no dict
+            entries = {key: Entry(each.get_dtype(), tuple(each.get_shape())) for key, each in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, flag, error) from None
+    return File(Path(path), entries, flag)
 
 
-def write_file(path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write CPU or GPU tensors by name. The file appears whole or not at all; an older one stays until then."""
-    # Copies: the package refuses tensors that share memory.
-    content = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, metadata)
-    write_whole(path, lambda file: file.write(content))
-    sync(Path(path).parent)
+def _damaged(path, flag, error):
+    return ValueError(f"{flag}: {printable(path)} is damaged or truncated: {first_line(error)}")

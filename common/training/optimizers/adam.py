@@ -1,138 +1,67 @@
-"""AdamW on FP32 masters of parameters in 16 bits, with clipping or with loss scaling.
+"""AdamW on FP32 masters of parameters in any format, with clipping, loss scaling or both; and a stand-in without it.
+
+    adam = Adam(params, Hyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), main_grads)
+    adam.step()
 
 Eager and graphed steps share this code: the learning rate, the count of steps, the clip factor, the loss scale and
-whether a step overflowed are numbers on the device, and nothing calls `.item()`.
+whether a step overflowed are numbers on the device, and nothing calls `.item()` unless clip_on_host asks for it.
 """
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from common.training.optimizers.hyperparameters import Hyperparameters
+NUDGE = 2.0**-10
 
 
-class Masters:
-    """FP32 masters and moments, and AdamW on them.
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The numbers of AdamW.
 
-    lr, step_count, grad_norm (before clipping) and clip are FP32 0-d tensors on the device. On a GPU norm and update
-    are two passes over memory, by the kernels of fused_adam.py; elsewhere they are torch's, which leave the clipped
-    gradients in `grads`.
-
-    Args:
-        params: Tensors that each step fills with the masters, of one dtype.
-        masters: FP32 tensors of the parameters' shapes; the parameters themselves where a subclass writes them.
-        hyperparameters: Of all parameters.
-        grads: The buffers that all steps apply; empty if each step brings gradients.
-        moments: Dtype of the moments.
-        reduce_norm: Called in a step with grad_norm; makes it the norm over several ranks, in place.
+    Attributes:
+        lr: The learning rate at the start.
+        betas: Decay of the first and the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled, and the same for all parameters.
+        clip: The largest global norm of the gradients. Beyond it they are multiplied by clip / (norm + 1e-6), as
+            Megatron does.
     """
 
-    def __init__(
-        self, params, masters, hyperparameters: Hyperparameters, grads=(), moments=torch.float32, reduce_norm=None
-    ):
-        self.params, self.masters, self.grads = list(params), list(masters), list(grads)
-        self.hyperparameters, self._reduce_norm, self._fused = hyperparameters, reduce_norm, None
-        self.exp_avg, self.exp_avg_sq = (
-            [torch.zeros_like(master, dtype=moments) for master in self.masters] for _ in range(2)
-        )
-        device = self.masters[0].device
-        self.lr, self.clip = (torch.tensor(x, device=device) for x in (hyperparameters.lr, hyperparameters.clip))
-        self.step_count, self.grad_norm, self._found_inf = (torch.zeros((), device=device) for _ in range(3))
-        # Of a loss without a scale, no step of which is skipped.
-        self._scale = torch.ones((), device=device)
-        if device.type == "cuda":
-            self._fused = self._make_kernels()
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip: float = math.inf
 
-    def _make_kernels(self):
-        # Triton is imported where there is a GPU.
-        from common.training.optimizers.fused_adam import FusedUpdate
+    def mllog(self, *, seed: int, samples: int, microbatches: int, sequence: int, batches: int, held_out: int) -> dict:
+        """Return the hyperparameters of a training at a constant learning rate by the names of an MLPerf log.
 
-        states = (self.params, self.masters, self.exp_avg, self.exp_avg_sq)
-        return FusedUpdate(states, self.hyperparameters, self.grads)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Clip the gradients, update the masters and copy them to the parameters."""
-        self._fill_norm(self.grads)
-        self._update(self.grads, self._scale, self._found_inf)
-
-    def _fill_norm(self, grads):
-        if self._fused:
-            self._fused.norm(grads, out=self.grad_norm)
-        else:
-            norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
-            torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
-        if self._reduce_norm:
-            self._reduce_norm(self.grad_norm)
-
-    def _update(self, grads, scale, found_inf):
-        """Divide the gradients by scale, clip and apply them, and count the step. Nothing changes if found_inf is 1."""
-        if self._fused:
-            self._fused.step(grads, (self.step_count, self.lr, scale, found_inf, self.grad_norm, self.clip))
-            return
-        self.step_count.add_(1 - found_inf)
-        numbers = self.hyperparameters
-        # torch's kernel wants FP32 throughout; of FP32 tensors these are no copies.
-        grads, first, second = ([t.float() for t in tensors] for tensors in (grads, self.exp_avg, self.exp_avg_sq))
-        torch._fused_adamw_(
-            self.masters,
-            grads,
-            first,
-            second,
-            [],
-            # Each tensor has a count of its own, which the kernel reads; a skipped step leaves it as it is.
-            [self.step_count] * len(self.masters),
-            lr=self.lr,
-            beta1=numbers.betas[0],
-            beta2=numbers.betas[1],
-            weight_decay=numbers.weight_decay,
-            eps=numbers.eps,
-            amsgrad=False,
-            maximize=False,
-            # The kernel divides by it as it reads a gradient: clipping costs no pass of its own.
-            grad_scale=((self.grad_norm + 1e-6) / self.clip).clamp_(min=1.0) * scale,
-            found_inf=found_inf,
-        )
-        if self.exp_avg[0].dtype != torch.float32:
-            torch._foreach_copy_([*self.exp_avg, *self.exp_avg_sq], first + second)
-        if self.params[0] is not self.masters[0]:
-            torch._foreach_copy_(self.params, self.masters)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Start again, in place, from the present values of the parameters."""
-        torch._foreach_copy_(self.masters, [param.detach() for param in self.params])
-        self._clear()
-
-    def _clear(self):
-        torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq, self.step_count, self.grad_norm])
-        self.lr.fill_(self.hyperparameters.lr)
-
-    def named_state(self):
-        """Yield (name, tensor) of masters, moments and the count of steps, for hashing."""
-        yield "optimizer.step", self.step_count
-        for index, tensors in enumerate(zip(self.masters, self.exp_avg, self.exp_avg_sq, strict=True)):
-            for key, tensor in zip(("master", "exp_avg", "exp_avg_sq"), tensors, strict=True):
-                yield f"optimizer.{index}.{key}", tensor
-
-
-def fp32_copies(params) -> list[torch.Tensor]:
-    """New FP32 tensors with the values and the strides of `params`."""
-    return [param.detach().float().clone() for param in params]
-
-
-class MasterAdam(Masters):
-    """AdamW on FP32 copies of the parameters, whose gradients are FP32 buffers that the backward passes fill.
-
-    Args:
-        params: Parameters of one floating dtype.
-        grads: FP32 buffers of the same shapes and strides, at fixed addresses.
-        hyperparameters: Of all parameters.
-        reduce_norm: As for `Masters`.
-    """
-
-    def __init__(self, params, grads, hyperparameters: Hyperparameters, reduce_norm=None):
-        params, grads = list(params), list(grads)
-        assert all(grad.dtype == torch.float32 for grad in grads)
-        super().__init__(params, fp32_copies(params), hyperparameters, grads, reduce_norm=reduce_norm)
+        Args:
+            seed: Of the training.
+            samples: Sequences of a step, over all ranks.
+            microbatches: Of a step.
+            sequence: Tokens of a sequence.
+            batches: Batches that rotate.
+            held_out: Sequences of an evaluation.
+        """
+        return {
+            "seed": seed,
+            "global_batch_size": samples,
+            "gradient_accumulation_steps": microbatches,
+            "max_sequence_length": sequence,
+            "train_samples": samples * batches,
+            "eval_samples": held_out,
+            "opt_name": "adamw",
+            "opt_base_learning_rate": self.lr,
+            "opt_learning_rate_decay_schedule": "constant",
+            "opt_adamw_beta_1": self.betas[0],
+            "opt_adamw_beta_2": self.betas[1],
+            "opt_adamw_epsilon": self.eps,
+            "opt_adamw_weight_decay": self.weight_decay,
+            "opt_gradient_clip_norm": self.clip,
+        }
 
 
 class LossScaler:
@@ -195,37 +124,204 @@ class LossScaler:
             yield f"loss_scale.{name}", getattr(self, name)
 
 
-class ScaledMasterAdam(Masters):
-    """AdamW on FP32 copies of 16-bit parameters, with gradients of a scaled loss. An overflow skips the step.
+class Adam:
+    """AdamW on FP32 masters. Bytes a parameter beside parameter and gradient: 12, or 8 with 16-bit moments.
 
-    A skipped step changes neither masters nor moments and does not count in Adam's bias correction. `grad_norm` is the
-    norm of the unscaled gradients, infinite or NaN if the step was skipped.
+    lr, step_count, grad_norm (before clipping) and clip are FP32 0-d tensors on the device. On a GPU norm and update
+    are two passes over memory, by the kernels of fused_adam.py; elsewhere they are torch's, which leave the clipped
+    gradients in `grads`.
+
+    With a scaler gradients are of the scaled loss, and an overflow skips the step: neither masters nor moments change,
+    and it does not count in the bias correction. grad_norm is then that of the unscaled gradients, not finite in a
+    skipped step.
 
     Args:
-        params: Dense parameters; gradients must have their strides.
-        scaler: Of the loss.
+        params: Tensors that each step fills with the masters, of one dtype, dense.
         hyperparameters: Of all parameters.
+        grads: Buffers of one dtype and of the parameters' shapes, at fixed addresses, which all steps apply. Empty:
+            each step brings gradients with the parameters' strides.
+        writes: For each parameter write(master), which puts a master into it, such as FP8 with a scale, or None: the
+            master is copied. Where it is given the caller fills `masters`, and `reset` writes the parameters; else the
+            masters are FP32 copies of the parameters.
+        moments: Dtype of the moments.
+        reduce_norm: Called in a step with grad_norm; makes it the norm over several ranks, in place.
+        scaler: Of the loss.
+        clip_on_host: Read the norm and scale the gradients by a number, which no graph can capture.
     """
 
-    def __init__(self, params, scaler: LossScaler, hyperparameters: Hyperparameters):
-        params = list(params)
-        super().__init__(params, fp32_copies(params), hyperparameters)
-        self.scaler = scaler
+    def __init__(  # noqa: PLR0913
+        self,
+        params,
+        hyperparameters: Hyperparameters,
+        grads=(),
+        *,
+        writes: Sequence[Callable[[torch.Tensor], object] | None] | None = None,
+        moments: torch.dtype = torch.float32,
+        reduce_norm=None,
+        scaler: LossScaler | None = None,
+        clip_on_host: bool = False,
+    ):
+        self.params, self.grads, self.scaler = list(params), list(grads), scaler
+        self.hyperparameters, self._reduce_norm, self._fused = hyperparameters, reduce_norm, None
+        self._writes, self._clip_on_host = writes, clip_on_host
+        if writes is None:
+            self.masters = [param.detach().float().clone() for param in self.params]
+        else:
+            self.masters = [torch.zeros(grad.shape, device=grad.device) for grad in self.grads]
+        # The update writes the parameters itself if all are plain tensors.
+        self._is_plain = not any(writes or ())
+        self._written = self.params if self._is_plain else self.masters
+        self.exp_avg, self.exp_avg_sq = (
+            [torch.zeros_like(master, dtype=moments) for master in self.masters] for _ in range(2)
+        )
+        device = self.masters[0].device
+        clip = math.inf if clip_on_host else hyperparameters.clip
+        self.lr, self.clip = (torch.tensor(x, device=device) for x in (hyperparameters.lr, clip))
+        self.step_count, self.grad_norm, self._found_inf = (torch.zeros((), device=device) for _ in range(3))
+        # Of a loss without a scale, no step of which is skipped.
+        self._scale = torch.ones((), device=device)
+        if scaler is not None:
+            self._scale, self._found_inf = scaler.scale, scaler.found_inf
+        if device.type == "cuda":
+            # Triton is imported where there is a GPU.
+            from common.training.optimizers.fused_adam import FusedUpdate
 
-    def step(self, grads) -> None:  # type: ignore[override]
-        """Check, unscale and apply the gradients `grads`, then update the scale."""
-        self.check(grads)
-        self.apply(grads)
-        self.scaler.update()
+            states = (self._written, self.masters, self.exp_avg, self.exp_avg_sq)
+            self._fused = FusedUpdate(states, hyperparameters, self.grads)
 
     @torch.no_grad()
-    def check(self, grads) -> None:
-        """Fill grad_norm, and found_inf of the scaler: the norm is not finite if a gradient is not."""
+    def step(self, grads=None) -> None:
+        """Clip the gradients, update masters and moments, and write the parameters; then update the loss scale.
+
+        grads: where there are no buffers. Nothing but the loss scale changes if one of them is not finite.
+        """
+        grads = self.grads if grads is None else grads
         self._fill_norm(grads)
-        self.scaler.found_inf.copy_(torch.isfinite(self.grad_norm).logical_not_())
-        self.grad_norm.div_(self.scaler.scale)
+        if self.scaler is not None:
+            # The norm is not finite if a gradient is not.
+            self._found_inf.copy_(torch.isfinite(self.grad_norm).logical_not_())
+            self.grad_norm.div_(self._scale)
+        if self._clip_on_host:
+            norm = float(self.grad_norm) + 1e-6
+            if norm > self.hyperparameters.clip:
+                torch._foreach_mul_(grads, self.hyperparameters.clip / norm)
+        self._update(grads)
+        if not self._is_plain:
+            self._write()
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def _fill_norm(self, grads):
+        if self._fused:
+            self._fused.norm(grads, out=self.grad_norm)
+        else:
+            norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+            torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
+        if self._reduce_norm:
+            self._reduce_norm(self.grad_norm)
+
+    def _update(self, grads):
+        """Divide the gradients by the scale, clip and apply them, and count the step; nothing if found_inf is 1."""
+        scale, found_inf = self._scale, self._found_inf
+        if self._fused:
+            self._fused.step(grads, (self.step_count, self.lr, scale, found_inf, self.grad_norm, self.clip))
+            return
+        self.step_count.add_(1 - found_inf)
+        numbers = self.hyperparameters
+        # torch's kernel wants FP32 throughout; of FP32 tensors these are no copies.
+        grads, first, second = ([t.float() for t in tensors] for tensors in (grads, self.exp_avg, self.exp_avg_sq))
+        torch._fused_adamw_(
+            self.masters,
+            grads,
+            first,
+            second,
+            [],
+            # Each tensor has a count of its own, which the kernel reads; a skipped step leaves it as it is.
+            [self.step_count] * len(self.masters),
+            lr=self.lr,
+            beta1=numbers.betas[0],
+            beta2=numbers.betas[1],
+            weight_decay=numbers.weight_decay,
+            eps=numbers.eps,
+            amsgrad=False,
+            maximize=False,
+            # The kernel divides by it as it reads a gradient: clipping costs no pass of its own.
+            grad_scale=((self.grad_norm + 1e-6) / self.clip).clamp_(min=1.0) * scale,
+            found_inf=found_inf,
+        )
+        if self.exp_avg[0].dtype != torch.float32:
+            torch._foreach_copy_([*self.exp_avg, *self.exp_avg_sq], first + second)
+        if self._is_plain:
+            torch._foreach_copy_(self.params, self.masters)
+
+    def _write(self):
+        """Write the masters to the parameters."""
+        params, masters = [], []
+        for param, master, write in zip(self.params, self.masters, self._writes or (), strict=True):
+            if write:
+                write(master)
+            else:
+                params.append(param)
+                masters.append(master)
+        if params:
+            torch._foreach_copy_(params, masters)
 
     @torch.no_grad()
-    def apply(self, grads) -> None:
-        """Update masters and parameters with checked gradients. Nothing changes if found_inf is 1."""
-        self._update(grads, self.scaler.scale, self.scaler.found_inf)
+    def reset(self) -> None:
+        """Start again, in place, from the present values of the parameters, or of the masters where these are filled.
+
+        The parameters are written then.
+        """
+        if self._writes is None:
+            torch._foreach_copy_(self.masters, [param.detach() for param in self.params])
+        torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq, self.step_count, self.grad_norm])
+        self.lr.fill_(self.hyperparameters.lr)
+        if self._writes is not None:
+            self._write()
+
+    def named_state(self):
+        """Yield (name, tensor) of masters, moments and the count of steps, for hashing."""
+        yield "optimizer.step", self.step_count
+        for index, tensors in enumerate(zip(self.masters, self.exp_avg, self.exp_avg_sq, strict=True)):
+            for key, tensor in zip(("master", "exp_avg", "exp_avg_sq"), tensors, strict=True):
+                yield f"optimizer.{index}.{key}", tensor
+
+
+class NoAdam:
+    """In the place of an optimizer, where forward and backward are measured alone.
+
+    All vectors (biases and norms) and the first row of each matrix take a step of fixed length against their gradients'
+    signs, some kilobytes: the weights move, as a graph that read them at its capture would show. The state that is
+    compared has the gradients in the place of the moments. grad_norm: of the gradients of vectors and first rows.
+
+    Args:
+        parameters: each with its main_grad.
+    """
+
+    def __init__(self, parameters):
+        self._grads = [parameter.main_grad for parameter in parameters]
+        self._moved = [_first_row(parameter.detach()) for parameter in parameters]
+        self._moved_grads = [_first_row(grad) for grad in self._grads]
+        self._signs = [torch.zeros_like(moved) for moved in self._moved]
+        self.grad_norm = torch.zeros((), device=self._grads[0].device)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Compute grad_norm and move vectors and first rows against their gradients' signs."""
+        norms = torch._foreach_norm(self._moved_grads, 2, dtype=torch.float32)
+        torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
+        torch._foreach_copy_(self._signs, torch._foreach_sign(self._moved_grads))
+        torch._foreach_add_(self._moved, self._signs, alpha=-NUDGE)
+
+    def reset(self) -> None:
+        """Start again."""
+        self.grad_norm.zero_()
+
+    def named_state(self):
+        """Yield (name, tensor) of the gradients, for hashing."""
+        for index, grad in enumerate(self._grads):
+            yield f"main_grad.{index}", grad
+
+
+def _first_row(tensor):
+    return tensor[:1] if tensor.ndim > 1 else tensor

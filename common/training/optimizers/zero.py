@@ -8,22 +8,21 @@ A step reduce-scatters the gradients' mean, updates this rank's share and all-ga
 the host: it can be captured. Bytes a parameter of a rank, with bf16 parameters and FP32 gradients: 6 + 12 / ranks.
 
 The result is bitwise that of averaging and updating everything on every rank (`collectives.GradientBuckets` and
-`MasterAdam`) if the averages are equal and no gradient is clipped. Averages are equal on two ranks; on more, gloo adds
+`Adam`) if the averages are equal and no gradient is clipped. Averages are equal on two ranks; on more, gloo adds
 in one order in buckets of one layout, NCCL promises nothing. The norm adds up in another order, so that its last bit,
 and with it a clipped gradient, may differ.
 """
 
 import torch
 
-from common.training.optimizers.adam import MasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.adam import Adam, Hyperparameters
 from common.training.parallel import collectives
 
 BUCKET_BYTES = 256 * 2**20
 
 
 class ZeroAdam:
-    """`MasterAdam` of which each rank of `group` has and updates an equal share.
+    """`Adam` of which each rank of `group` has and updates an equal share.
 
     Args:
         params: Parameters of one floating dtype, alike on all ranks of the group. Their memory moves into a few flat
@@ -39,7 +38,7 @@ class ZeroAdam:
     Attributes:
         grads: The gradients' `collectives.GradientBuckets`.
         flat_params: The flat buffers of the parameters.
-        adam: `MasterAdam` of this rank's share.
+        adam: `Adam` of this rank's share.
         grad_norm: FP32 0-d, the norm of the averaged gradients over all ranks of the run, before clipping.
     """
 
@@ -63,7 +62,7 @@ class ZeroAdam:
             [flat.chunk(num_parts)[part] for flat in flats] for flats in (self.flat_params, self.grads.flats)
         )
         self._uncounted = self._shares_of({id(param) for param in uncounted}, num_parts, part)
-        self.adam = MasterAdam(own_params, own_grads, hyperparameters, self._reduce_norm)
+        self.adam = Adam(own_params, hyperparameters, own_grads, reduce_norm=self._reduce_norm)
         self.lr, self.grad_norm, self.step_count = self.adam.lr, self.adam.grad_norm, self.adam.step_count
 
     def _reduce_norm(self, norm):

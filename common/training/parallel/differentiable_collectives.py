@@ -100,6 +100,19 @@ def cross_entropy(logits, targets, group=""):
     return (log_sum - reduce_from_region(of_target, group)).mean()
 
 
+def places(sequence: int, ranks: int, rank: int) -> torch.Tensor:
+    """int64 [sequence / ranks]: the places in the sequence of the tokens that a context rank has (context parallelism).
+
+    Of 2 x ranks runs each has one from the front and one from the back, as Transformer Engine wants it, so that under a
+    causal mask all see equally many keys.
+    """
+    every = torch.arange(sequence)
+    if ranks == 1:
+        return every
+    runs = every.chunk(2 * ranks)
+    return torch.cat((runs[rank], runs[2 * ranks - 1 - rank]))
+
+
 def own_rows(rows, count, group):
     """(Rows counted from this rank's first one, 0 where another rank has them; whether this rank has them).
 

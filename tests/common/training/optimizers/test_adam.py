@@ -1,12 +1,11 @@
-"""common/optimizers: MasterAdam against a float64 reference, its reset, and that it never reads on the host."""
+"""common/training/optimizers/adam.py against a float64 reference, its reset, and that it never reads on the host."""
 
 import numpy
 import pytest
 import torch
 
 from common.capture.host_graph import HostPool
-from common.training.optimizers.adam import MasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.adam import Adam, Hyperparameters
 
 SHAPES = [(5, 3), (7,)]
 # A large eps makes the update depend on the gradients' scale, so that clipping shows in the weights.
@@ -19,7 +18,7 @@ def make(clip, dtype=torch.float32, **options):
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     grads = [torch.zeros(shape) for shape in SHAPES]
-    return params, grads, MasterAdam(params, grads, Hyperparameters(clip=clip, **OPTIONS | options))
+    return params, grads, Adam(params, Hyperparameters(clip=clip, **OPTIONS | options), grads)
 
 
 def gradients(step):

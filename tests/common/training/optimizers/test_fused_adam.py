@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from common.training.optimizers.adam import LossScaler, MasterAdam, ScaledMasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.adam import Adam, Hyperparameters, LossScaler
 from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
 NUMBERS = Hyperparameters(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -22,7 +21,7 @@ def make(device, fused):
     params = [torch.randn(shape, generator=generator).half() for shape in SHAPES]
     params[2] = params[2].to(memory_format=torch.channels_last)
     params = [torch.nn.Parameter(param.to(device)) for param in params]
-    adam = ScaledMasterAdam(params, LossScaler(device, 1024.0, 1000, 2), NUMBERS)
+    adam = Adam(params, NUMBERS, scaler=LossScaler(device, 1024.0, 1000, 2))
     if fused and adam._fused is None:
         from common.training.optimizers.fused_adam import FusedUpdate
 
@@ -88,14 +87,14 @@ def test_replays_and_eager_steps_do_not_mix_their_gradients():
 
 
 def clipped(device, fused):
-    """A MasterAdam and its gradients; a tensor of two whole chunks and a rest, and three of less than one."""
+    """An Adam and its gradients; a tensor of two whole chunks and a rest, and three of less than one."""
     from common.training.optimizers.fused_adam import TILES, FusedUpdate
 
     shapes = [(2 * TILES[4].chunk + 40, 1), *SHAPES[1:]]
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, LOW_PRECISION)) for shape in shapes]
     grads = [torch.zeros_like(param, dtype=torch.float32) for param in params]
-    adam = MasterAdam(params, grads, CLIPPING)
+    adam = Adam(params, CLIPPING, grads)
     if fused and adam._fused is None:
         states = (params, adam.masters, adam.exp_avg, adam.exp_avg_sq)
         adam._fused = FusedUpdate(states, CLIPPING, grads)

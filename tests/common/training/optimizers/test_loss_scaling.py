@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from common.capture.pool import Pool
-from common.training.optimizers.adam import LossScaler, ScaledMasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.adam import Adam, Hyperparameters, LossScaler
 
 
 class Rule:
@@ -64,7 +63,7 @@ def model(dtype=torch.bfloat16):
     torch.manual_seed(0)
     params = [torch.randn(5, 3).to(dtype).requires_grad_(), torch.randn(7).to(dtype).requires_grad_()]
     scaler = LossScaler("cpu", 1024.0, 1000, 2)
-    adam = ScaledMasterAdam(params, scaler, Hyperparameters(0.01, (0.9, 0.999), eps=1e-8, weight_decay=0.01))
+    adam = Adam(params, Hyperparameters(0.01, (0.9, 0.999), eps=1e-8, weight_decay=0.01), scaler=scaler)
     return params, scaler, adam
 
 

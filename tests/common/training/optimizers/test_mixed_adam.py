@@ -1,11 +1,9 @@
-"""common/mixed_adam against MasterAdam, with low-precision moments, and its kernels through Triton's interpreter."""
+"""Adam on masters that the caller fills: moments and parameters in other formats, kernels in Triton's interpreter."""
 
 import pytest
 import torch
 
-from common.training.optimizers.adam import MasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.mixed_adam import MixedAdam, Weight
+from common.training.optimizers.adam import Adam, Hyperparameters
 from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
 NUMBERS = Hyperparameters(lr=0.01, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, clip=1.0)
@@ -22,9 +20,9 @@ def values():
 
 def make(device=CPU, grads=torch.float32, moments=torch.float32, write=False, **options):
     params = [torch.zeros(shape, dtype=LOW_PRECISION, device=device) for shape in SHAPES]
-    weights = [Weight(param, param.copy_ if write else None) for param in params]
+    writes = [param.copy_ if write else None for param in params]
     buffers = [torch.zeros(shape, dtype=grads, device=device) for shape in SHAPES]
-    adam = MixedAdam(weights, buffers, NUMBERS, moments=moments, **options)
+    adam = Adam(params, NUMBERS, buffers, writes=writes, moments=moments, **options)
     begin(adam, values())
     return adam
 
@@ -44,7 +42,7 @@ def fill(grads, step, size=1.0):
 def test_with_fp32_gradients_and_moments_it_is_master_adam():
     ours = make()
     params = [torch.nn.Parameter(value.to(LOW_PRECISION)) for value in values()]
-    torchs = MasterAdam(params, [torch.zeros(shape) for shape in SHAPES], NUMBERS)
+    torchs = Adam(params, NUMBERS, [torch.zeros(shape) for shape in SHAPES])
     for master, value in zip(torchs.masters, values(), strict=True):
         master.copy_(value)
     for step, size in enumerate([1.0, 1e-4, 0.01, 1.0]):
@@ -55,8 +53,8 @@ def test_with_fp32_gradients_and_moments_it_is_master_adam():
         torch.testing.assert_close(ours.grad_norm, torchs.grad_norm)
     for (name, a), (_, b) in zip(ours.named_state(), torchs.named_state(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
-    for weight, master in zip(ours.weights, ours.masters, strict=True):
-        assert torch.equal(weight.parameter, master.to(LOW_PRECISION))
+    for param, master in zip(ours.params, ours.masters, strict=True):
+        assert torch.equal(param, master.to(LOW_PRECISION))
 
 
 def test_bf16_moments_are_fp32_ones_rounded():
@@ -72,7 +70,7 @@ def test_bf16_moments_are_fp32_ones_rounded():
 
 def test_weights_are_written_by_who_knows_their_format():
     written = []
-    adam = MixedAdam([Weight(torch.empty(0), written.append)], [torch.ones(4)], NUMBERS)
+    adam = Adam([torch.empty(0)], NUMBERS, [torch.ones(4)], writes=[written.append])
     begin(adam, [torch.full((4,), 2.0)])
     adam.step()
     assert len(written) == 2 and written[1] is adam.masters[0] and float(written[1][0]) < 2.0
@@ -100,7 +98,7 @@ def test_the_kernels_are_torchs(grads, moments, write):
     if ours._fused is None:
         from common.training.optimizers.fused_adam import FusedUpdate
 
-        params = ours.masters if write else [weight.parameter for weight in ours.weights]
+        params = ours.masters if write else ours.params
         states = (params, ours.masters, ours.exp_avg, ours.exp_avg_sq)
         ours._fused = FusedUpdate(states, NUMBERS, ours.grads)
     for step, size in enumerate([1.0, 1e-2, 1.0]):
@@ -112,8 +110,8 @@ def test_the_kernels_are_torchs(grads, moments, write):
         low = a.dtype != torch.float32
         tolerance = {"rtol": 2e-2, "atol": 1e-4} if low or grads != torch.float32 else {"rtol": 1e-4, "atol": 1e-6}
         torch.testing.assert_close(a.cpu().float(), b.float(), **tolerance, msg=name)
-    for a, b in zip(ours.weights, torchs.weights, strict=True):
-        torch.testing.assert_close(a.parameter.cpu().float(), b.parameter.float(), rtol=1e-2, atol=1e-2)
+    for a, b in zip(ours.params, torchs.params, strict=True):
+        torch.testing.assert_close(a.cpu().float(), b.float(), rtol=1e-2, atol=1e-2)
 
 
 def test_in_the_interpreter():

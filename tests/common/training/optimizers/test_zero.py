@@ -7,8 +7,7 @@ import torch
 
 from common.capture.host_graph import HostPool
 from common.training.optimizers import zero
-from common.training.optimizers.adam import MasterAdam
-from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.adam import Adam, Hyperparameters
 from common.training.parallel import collectives
 from common.training.parallel.groups import Ranks, make_groups
 from tests.helpers import gloo_ranks
@@ -51,7 +50,7 @@ def difference(group, data_rank, parts=1, integers=False, clip=NO_CLIP, num_grou
     sharded, params, grads = zero_adam(clip, group=group)
     whole_params, whole_grads = parameters(), main_grads()
     buckets = collectives.GradientBuckets(whole_grads, 3000, group, parts)
-    plain = MasterAdam(whole_params, whole_grads, numbers(clip))
+    plain = Adam(whole_params, numbers(clip), whole_grads)
     largest, norms = 0.0, 0.0
     for step in range(3):
         for tensors in (grads, whole_grads):
@@ -152,7 +151,7 @@ def test_shared_norm_split_state_and_reset(four_ranks):
 def test_one_process_is_bitwise_master_adam():
     sharded, params, grads = zero_adam()
     whole_params, whole_grads = parameters(), main_grads()
-    plain = MasterAdam(whole_params, whole_grads, numbers())
+    plain = Adam(whole_params, numbers(), whole_grads)
     addresses = [param.data_ptr() for param in params]
     for step in range(2):
         for tensors in (grads, whole_grads):

@@ -1,4 +1,4 @@
-"""common/llama_checkpoint: what is read and where it lies, what does not fit, damaged files."""
+"""common/training/data/checkpoint.py: what is read and where it lies, what does not fit, damaged files."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.training.data.llama_checkpoint import open_checkpoint
+from common.training.data.checkpoint import open_checkpoint
 from llama2_lora.config import Config
 from tests.helpers.llama2_lora_case import described, weights, write_checkpoint
 
@@ -31,9 +31,8 @@ def assert_equals(checkpoint, tensors, config):
     for index in range(config.layers):
         prefix = f"model.layers.{index}."
         part = {name.removeprefix(prefix): t.bfloat16() for name, t in tensors.items() if name.startswith(prefix)}
-        layer = checkpoint.layer(index)
+        layer = {name: checkpoint.read(name, index) for name in ("qkv", "proj", "fc1", "fc2", "norm1", "norm2")}
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        assert list(layer) == ["qkv", "proj", "fc1", "fc2", "norm1", "norm2"]
         assert all(tensor.dtype == torch.bfloat16 and tensor.is_contiguous() for tensor in layer.values())
         for name, rows in (("q", slice(0, q)), ("k", slice(q, q + kv)), ("v", slice(q + kv, q + 2 * kv))):
             assert torch.equal(layer["qkv"][rows], part[f"self_attn.{name}_proj.weight"])
@@ -44,9 +43,9 @@ def assert_equals(checkpoint, tensors, config):
         assert torch.equal(layer["fc2"], part["mlp.down_proj.weight"])
         assert torch.equal(layer["norm1"], part["input_layernorm.weight"])
         assert torch.equal(layer["norm2"], part["post_attention_layernorm.weight"])
-    assert torch.equal(checkpoint.embedding(), tensors["model.embed_tokens.weight"].bfloat16())
-    assert torch.equal(checkpoint.head(), tensors["lm_head.weight"].bfloat16())
-    assert torch.equal(checkpoint.final_norm(), tensors["model.norm.weight"].bfloat16())
+    assert torch.equal(checkpoint.read("embedding"), tensors["model.embed_tokens.weight"].bfloat16())
+    assert torch.equal(checkpoint.read("head"), tensors["lm_head.weight"].bfloat16())
+    assert torch.equal(checkpoint.read("final_norm"), tensors["model.norm.weight"].bfloat16())
 
 
 @pytest.mark.parametrize(("dtype", "shards"), [(torch.bfloat16, 1), (torch.float32, 3)])
@@ -64,7 +63,7 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     del tensors["lm_head.weight"]
     folder = write_checkpoint(tmp_path / "llama", CONFIG, tensors, tie_word_embeddings=True)
     checkpoint = open_checkpoint(folder, CONFIG)
-    assert checkpoint.tied and torch.equal(checkpoint.head(), tensors["model.embed_tokens.weight"])
+    assert checkpoint.tied and torch.equal(checkpoint.read("head"), tensors["model.embed_tokens.weight"])
     (folder / "config.json").write_text(json.dumps(described(CONFIG)))
     assert "holds no tensor lm_head.weight" in refused(folder)
 
@@ -79,7 +78,7 @@ def test_llama_3_as_transformers_5_describes_it(tmp_path):
 
 def test_the_first_layers_of_a_deeper_checkpoint(folder):
     checkpoint = open_checkpoint(folder, replace(CONFIG, layers=2))
-    assert torch.equal(checkpoint.layer(1)["norm1"], weights(CONFIG)["model.layers.1.input_layernorm.weight"])
+    assert torch.equal(checkpoint.read("norm1", 1), weights(CONFIG)["model.layers.1.input_layernorm.weight"])
 
 
 @pytest.mark.parametrize(

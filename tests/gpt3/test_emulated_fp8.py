@@ -1,17 +1,12 @@
-"""common/precision: the FP8 stand-in's state machine against a reference written by hand in float64."""
+"""gpt3/emulated_fp8.py: the FP8 stand-in's state machine against a reference written by hand in float64."""
 
 import numpy
 import pytest
 import torch
 
 from common.capture.host_graph import HostPool
-from common.training.precision.fp8 import (
-    E4M3_MAX,
-    E5M2_MAX,
-    EmulatedCurrentScaling,
-    EmulatedLinear,
-    EmulatedScaling,
-)
+from common.training.precision.fp8 import E4M3_MAX, E5M2_MAX
+from gpt3.emulated_fp8 import EmulatedLinear, EmulatedScaling
 
 # (mantissa bits, smallest exponent, largest value)
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
@@ -30,21 +25,19 @@ def fp8(values, scale, form):
 
 
 class Operand:
-    """Scale and amaxes of one GEMM operand; history None: current scaling, by the scale of what is quantised."""
+    """Scale and amaxes of one GEMM operand."""
 
     def __init__(self, form, history):
         self.form, self.length, self.scale, self.amax, self.amaxes = form, history, numpy.float32(1), 0, []
 
     def quantize(self, values):
         self.amax = numpy.float32(numpy.abs(values).max())
-        if self.length is None:
-            self.scale = numpy.float32(self.form[2]) / self.amax
         return fp8(values, self.scale, self.form)
 
     def update(self):
         self.amaxes.append(self.amax)
         self.amax = numpy.float32(0)
-        largest = max(self.amaxes[-(self.length or 1) :])
+        largest = max(self.amaxes[-self.length :])
         if largest > 0:
             self.scale = numpy.float32(self.form[2]) / largest
 
@@ -54,7 +47,7 @@ class Operand:
 
 
 def make(history=16, in_features=6, out_features=4, dtype=torch.float32, num_linears=1):
-    """(linears, their scaling); history None: current scaling."""
+    """(linears, their scaling)."""
     generator = torch.Generator().manual_seed(0)
     linears = [EmulatedLinear(in_features, out_features, dtype, torch.device("cpu")) for _ in range(num_linears)]
     for linear in linears:
@@ -63,7 +56,7 @@ def make(history=16, in_features=6, out_features=4, dtype=torch.float32, num_lin
             linear.bias.copy_(torch.randn(out_features, generator=generator))
         linear.weight.main_grad = torch.full((out_features, in_features), 1e6)
     layers = [torch.nn.ModuleList(linears)]
-    return linears, EmulatedCurrentScaling(layers) if history is None else EmulatedScaling(layers, history)
+    return linears, EmulatedScaling(layers, history)
 
 
 def inputs(index, in_features=6, out_features=4):
@@ -86,7 +79,7 @@ def flat(tensor):
     return tensor.double().numpy().reshape(-1, tensor.shape[-1])
 
 
-@pytest.mark.parametrize("history", [1, 3, 16, None])
+@pytest.mark.parametrize("history", [1, 3, 16])
 def test_three_steps_of_two_microbatches_against_the_reference(history):
     (linear,), scaling = make(history)
     x_operand, weight_operand, grad_operand = (Operand(form, history) for form in (E4M3, E4M3, E5M2))
@@ -117,10 +110,9 @@ def test_three_steps_of_two_microbatches_against_the_reference(history):
 
 
 def compare(scaling, operands):
-    """Scales and histories of delayed scaling; current scaling has none."""
+    """Scales and histories."""
     state = dict(scaling.named_state())
-    assert bool(state) == isinstance(scaling, EmulatedScaling)
-    for direction, columns in operands.items() if state else ():
+    for direction, columns in operands.items():
         for operand, scale in zip(columns, state[f"fp8.{direction}.scale"].numpy(), strict=True):
             assert scale == pytest.approx(operand.scale, rel=2e-7), direction
             operand.scale = scale  # torch multiplies by a rounded reciprocal: the last bit may differ
@@ -235,33 +227,11 @@ def test_reset_is_in_place_and_makes_the_same_run_again():
     assert all(map(torch.equal, run(), first))
 
 
-# --- current scaling
-
-
-def test_current_scaling_of_zeros_and_of_what_is_tiny_is_finite():
-    for value in (0.0, 1e-38):
-        (linear,), scaling = make(history=None)
-        y, x_grad = microbatch(linear, scaling, torch.full((1, 1, 6), value), torch.full((1, 1, 4), value), True)
-        assert torch.equal(y, linear.bias.detach().expand_as(y)) and x_grad.abs().max() <= 1e-37
-
-
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_current_scaling_does_not_hide_what_is_not_finite_from_its_neighbours(bad):
-    """At a scale of 1, as delayed scaling in its first step: infinity saturates, NaN stays NaN, others are rounded."""
-    (linear,), scaling = make(history=None, in_features=4)
-    with torch.no_grad():
-        linear.weight.copy_(torch.eye(4))
-        linear.bias.zero_()
-    y, _ = microbatch(linear, scaling, torch.tensor([[[bad, 2.0, 3.0, 0.5]]]), torch.ones(1, 1, 4), True)
-    assert y.isnan().all() if bad != bad else y.flatten().tolist() == [448.0, 2.0, 3.0, 0.5]
-
-
-@pytest.mark.parametrize("history", [3, None])
-def test_captured_layers_with_eager_updates_between_are_bitwise_eager(history):
+def test_captured_layers_with_eager_updates_between_are_bitwise_eager():
     """A first-microbatch graph and a later one, in turn, for three steps with moving weights."""
     results = []
     for graphed in (False, True):
-        (linear,), scaling = make(history, dtype=torch.bfloat16)
+        (linear,), scaling = make(3, dtype=torch.bfloat16)
         x = torch.zeros(2, 3, 6, dtype=torch.bfloat16)
         grad = torch.zeros(2, 3, 4, dtype=torch.bfloat16)
 
