@@ -261,7 +261,15 @@ FACTS = {
 # What cannot be captured
 
 # Variant -> its scope in common/training/scope_rules.py; the other variants capture nothing themselves.
-SCOPES = {"graph_layer": "layer", "graph_microbatch": "microbatch", "graph_fwd_bwd": "iteration", "graph_step": "step"}
+SCOPES = {
+    "graph_attn": "attn",
+    "graph_mlp": "mlp",
+    "graph_layer": "layer",
+    "graph_microbatch": "microbatch",
+    "graph_fwd_bwd": "iteration",
+    "graph_step": "step",
+    "graph_optimizer": "optimizer",
+}
 
 
 def require_capturable(config: Config, variant: str, environment) -> None:
