@@ -42,6 +42,7 @@ TRAITS = {
     "batches": "what it trains on, where a step does not train the samples that eager's does",
     "kernels": "whose kernels it launches, where they round otherwise than those of its reference",
     "extra_work": "of an eager: what it does beside what eager does, so that it cannot be the best one but by chance",
+    "part": "of a graph: the small part of a step that it holds by choice, so that it launches few of the kernels",
 }
 
 # ------------------------------------------------------------------------------------------------

@@ -47,8 +47,9 @@ class Config(Parallel, Timing):
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     precision: str = option(
         "fp8",
-        "precision of the frozen GEMMs. fp8: delayed scaling, emulated without FP8 hardware",
-        ("fp8", "bf16"),
+        "precision of the frozen GEMMs. fp8: delayed scaling, emulated without FP8 hardware; nvfp4: compute capability "
+        "10.0, te layers; nvfp4_emulated: its numbers, in handwritten layers",
+        ("fp8", "bf16", "nvfp4", "nvfp4_emulated"),
     )
     layer: str = option(
         "handwritten",
@@ -210,7 +211,12 @@ TORCH_BF16 = {"layer": "torch", "precision": "bf16"}
 
 FACTS = {
     "files": ["other_variants"],
-    "builds": {"te": {"layer": "te"}, "torch_bf16": TORCH_BF16, "parameterized": TORCH_BF16},
+    "builds": {
+        "te": {"layer": "te"},
+        "torch_bf16": TORCH_BF16,
+        "parameterized": TORCH_BF16,
+        "nvfp4_emulated": {"layer": "handwritten", "precision": "nvfp4_emulated"},
+    },
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": {"sequence": ["sequence"], "layers": ["layers"]},

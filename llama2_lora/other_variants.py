@@ -6,11 +6,12 @@ They run train.py's eager step, which calls the layers that `state.stack.calls` 
 import torch
 
 from common.contract import variant
+from common.training.precision import nvfp4
 from common.training.precision.transformer_engine import undone_where_it_fails
 from common.variant import Compiled, Unsupported, require_compiler
 from common.variant_parameterized import Parameterized
 from llama2_lora.state import State
-from llama2_lora.train import eager_step
+from llama2_lora.train import GraphedStep, eager_step
 
 
 @variant(
@@ -44,7 +45,7 @@ class GraphedByTransformerEngine:
         self.state, stack = state, state.stack
         pool, capture.strategy = capture.pool(), "te.make_graphed_callables, order [1, -1]"
         capture.warm_up(eager_step)
-        fp8 = state.config.precision == "fp8"
+        is_quantized = state.config.precision != "bf16"
         # Below the first layer nothing needs a gradient.
         samples = tuple((torch.randn_like(stack.x).requires_grad_(index > 0),) for index in range(len(stack.layers)))
         with capture.capturing(), pool.adopt(), undone_where_it_fails(stack.layers):
@@ -52,8 +53,8 @@ class GraphedByTransformerEngine:
                 tuple(stack.layers),
                 samples,
                 allow_unused_input=True,
-                enabled=fp8,
-                recipe=stack.fp8.recipe if fp8 else None,
+                enabled=is_quantized,
+                recipe=stack.fp8.recipe if is_quantized else None,
                 # Frozen FP8 weights: there is nothing to cast in a graph.
                 cache_quantized_params=False,
                 clone_param_grads_on_return=False,
@@ -98,6 +99,19 @@ def compiled(state: State, capture, mode="default"):
 )
 def reduce_overhead(state: State, capture):
     return compiled(state, capture, "reduce-overhead")
+
+
+@variant(
+    "graph_step_nvfp4",
+    kind="graph",
+    help="graph_step in FP4, or in its numbers (--precision nvfp4_emulated), which is slow",
+    graphs=1,
+    parity="bitwise",
+    builds=("nvfp4_emulated",),
+)
+def in_fp4(state: State, capture):
+    nvfp4.require_asked(state.config.precision)
+    return GraphedStep(state, capture)
 
 
 @variant(

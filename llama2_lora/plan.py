@@ -17,6 +17,8 @@ CONTEXT_BYTES = int(1.5 * GIB)
 PLAIN_ATTENTION_COPIES = 5
 # cuBLAS workspaces, 32 MiB each on Hopper: of the two streams of eager steps, and in the pools of two graphed variants.
 LIBRARY_BYTES = 128 * 2**20
+# FP32 copies of the elements that common/training/precision/nvfp4.py rounds at a time, some ten.
+ROUNDING_BYTES = 10 * 4 * 2**24
 
 
 def element_bytes(config: Config, kind: str) -> int:
@@ -77,7 +79,9 @@ def items(config: Config) -> dict[str, int]:
 def built_sizes(config: Config) -> list[int]:
     """Bytes of each tensor that a run allocates once, whatever layers keep."""
     c = config.shard
-    sizes = [rows * columns * element_bytes(c, "operand") for rows, columns in c.matrices.values()] * c.layers
+    # Where NVFP4 is emulated, a matrix is rounded along its inputs, and once more along its outputs.
+    copies = 2 if c.precision == "nvfp4_emulated" else 1
+    sizes = [rows * columns * element_bytes(c, "operand") for rows, columns in c.matrices.values()] * c.layers * copies
     sizes += [2 * c.hidden] * (2 * c.layers + 1) + [2 * c.vocab * c.hidden] * 2
     # The adapters: values and gradients in bf16; gradient, master and two moments in FP32.
     sizes += [2 * num_trainable(c)] * 2 + [4 * num_trainable(c)] * 4
@@ -104,6 +108,8 @@ def fixed_bytes(config: Config) -> int:
         # Keys and values of all ranks, as gathered and as attention takes them; their gradients in both forms, in bf16
         # and FP32.
         sizes += [2 * c.sequence * 2 * c.kv_width * factor for factor in (1, 2, 2, 4, 2, 1)] * 2
+    if c.precision == "nvfp4_emulated":
+        sizes += [ROUNDING_BYTES]
     if config.tp > 1:
         # The loss over all ranks' parts of the vocabulary: powers in FP32, targets as logical values and in FP32.
         sizes += [c.tokens * c.vocab * factor for factor in (4, 1, 4)] * 2

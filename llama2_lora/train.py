@@ -125,7 +125,7 @@ MARK_EVERY = 16
     help="kernels launched one by one",
     parity="bitwise",
     headline=True,
-    builds=("", "torch_bf16", "parameterized"),
+    builds=("", "torch_bf16", "parameterized", "nvfp4_emulated"),
 )
 def eager_step(state: State, index: int):
     """Train on window `index`. Nothing in it waits for the GPU."""
@@ -291,7 +291,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         unit="tokens",
         flops=flops_per_step(config),
         flops_convention=CAUSAL_HALF,
-        peak_flops=peak_flops(gpu, "fp8" if config.precision == "fp8" else "bf16"),
+        peak_flops=peak_flops(gpu, config.precision),
         card=card(config, kind, on_gpu=device.type == "cuda"),
         notes=[*notes, *state.notes],
         hyperparameters=hyperparameters(config, data_ranks),

@@ -50,7 +50,8 @@ class Config(Parallel, Timing):
     norm_eps: float = option(1e-5, "epsilon of RMSNorm")
     precision: str = option(
         "fp8",
-        "fp8: current scaling by tensor, emulated without FP8 hardware; nvfp4_emulated: its numbers",
+        "fp8: current scaling by tensor, emulated without FP8 hardware; nvfp4: compute capability 10.0, te layers; "
+        "nvfp4_emulated: its numbers",
         PRECISIONS,
     )
     weights: str = option("bf16", "format of the layers' stored matrices; fp8 needs --precision fp8", ("bf16", "fp8"))
@@ -247,6 +248,7 @@ FACTS = {
         "validate": {"validate_every": 4},  # training and validation, a graph each, as in NVIDIA's submission
         "torch_bf16": TORCH_BF16,
         "parameterized": TORCH_BF16,
+        "nvfp4_emulated": TORCH_BF16 | {"precision": "nvfp4_emulated"},
     },
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
@@ -261,7 +263,16 @@ FACTS = {
 # What cannot be captured
 
 # Variant -> its scope in common/training/scope_rules.py; the other variants capture nothing themselves.
-SCOPES = {"graph_layer": "layer", "graph_microbatch": "microbatch", "graph_fwd_bwd": "iteration", "graph_step": "step"}
+SCOPES = {
+    "graph_attn": "attn",
+    "graph_mlp": "mlp",
+    "graph_layer": "layer",
+    "graph_microbatch": "microbatch",
+    "graph_fwd_bwd": "iteration",
+    "graph_step": "step",
+    "graph_step_nvfp4": "step",
+    "graph_optimizer": "optimizer",
+}
 
 
 def require_capturable(config: Config, variant: str, environment) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from common.measuring.marks import mark
 from common.training.parallel import collectives
 from common.training.precision import nvfp4
 from common.training.precision.fp8 import E4M3_MAX, E5M2_MAX
@@ -114,6 +115,7 @@ class _QuantizedLinear(torch.autograd.Function):
             ctx.save_for_backward(x)
             return F.linear(x, linear.forward_weight)
         ctx.save_for_backward(x)
+        mark()  # to round a tensor takes some hundred launches
         return F.linear(nvfp4.emulate(x), linear.forward_weight)
 
     @staticmethod
@@ -124,6 +126,7 @@ class _QuantizedLinear(torch.autograd.Function):
             grad = rounded_fp8(grad, torch.float8_e5m2, E5M2_MAX, linear.group)
             grad_weight = grad.flatten(0, -2).t() @ columns
         else:
+            mark()
             # This GEMM sums over tokens, so its blocks lie along them.
             grad_weight = nvfp4.emulate(rows.t().contiguous()) @ nvfp4.emulate(columns.t().contiguous()).t()
             grad = nvfp4.emulate(grad)

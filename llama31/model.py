@@ -110,9 +110,17 @@ class PlainLayer(nn.Module):
         return parts | {"norm1": Part(self.norm1), "norm2": Part(self.norm2)}
 
     def forward(self, x, is_first_microbatch: bool):
+        return self.mlp(self.attention(x, is_first_microbatch), is_first_microbatch)
+
+    def attention(self, x, is_first_microbatch: bool):
+        """The layer's first half: norm, attention, residual."""
         first, group = is_first_microbatch, self.groups.tensor
-        out = self._attention(self.qkv(gather_from_sequence(self._norm(x, self.norm1), group), first))
-        x = x + reduce_scatter_to_sequence(self.proj(out, first), group)
+        out = self._attend(self.qkv(gather_from_sequence(self._norm(x, self.norm1), group), first))
+        return x + reduce_scatter_to_sequence(self.proj(out, first), group)
+
+    def mlp(self, x, is_first_microbatch: bool):
+        """The layer's second half: norm, MLP, residual."""
+        first, group = is_first_microbatch, self.groups.tensor
         up = self.fc1(gather_from_sequence(self._norm(x, self.norm2), group), first)
         return x + reduce_scatter_to_sequence(self.fc2(SwiGLU.apply(up), first), group)
 
@@ -123,7 +131,7 @@ class PlainLayer(nn.Module):
     def _norm(self, x, gain):
         return F.rms_norm(x, gain.shape, gain, self.config.norm_eps)
 
-    def _attention(self, qkv):
+    def _attend(self, qkv):
         """[s, b, qkv rows] -> [s, b, heads head_dim]."""
         c, (s, b, _) = self.config, qkv.shape
         q, k, v = qkv.view(s, b, c.local_kv_heads, -1, c.head_dim).split([c.heads // c.kv_heads, 1, 1], 3)
@@ -201,6 +209,15 @@ class TransformerEngineLayer(nn.Module):
 
     def forward(self, x, is_first_microbatch: bool):
         return self.layer(x, rotary_pos_emb=self.angles, is_first_microbatch=is_first_microbatch)
+
+    def attention(self, x, is_first_microbatch: bool):
+        """As PlainLayer.attention: what te.TransformerLayer calls of it, version 2.20.2, without bias and dropout."""
+        own, flags = self.layer.self_attention, {"is_first_microbatch": is_first_microbatch}
+        return x + own(x, attn_mask_type="causal", rotary_pos_emb=self.angles, **flags)[0]
+
+    def mlp(self, x, is_first_microbatch: bool):
+        """As PlainLayer.mlp."""
+        return x + self.layer.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)[0]
 
     def keep(self, kept: frozenset[str], scaling):
         """As PlainLayer.keep."""

@@ -1,10 +1,11 @@
 """The variants beside train.py's: torch.compile, with parameterized launches too, and eager with checks on the host."""
 
 from common.contract import variant
+from common.training.precision import nvfp4
 from common.variant import Compiled, Unsupported, require_compiler
 from common.variant_parameterized import Parameterized
 from llama31.state import State
-from llama31.train import eager_step
+from llama31.train import GraphedStep, eager_step
 
 
 @variant(
@@ -29,6 +30,20 @@ def compiled(state: State, capture, mode="default"):
 )
 def reduce_overhead(state: State, capture):
     return compiled(state, capture, "reduce-overhead")
+
+
+@variant(
+    "graph_step_nvfp4",
+    kind="graph",
+    help="graph_step in FP4, or in its numbers (--precision nvfp4_emulated), which is slow",
+    graphs=2,
+    replays=lambda c: c.replays(1),
+    parity="bitwise",
+    builds=("nvfp4_emulated",),
+)
+def in_fp4(state: State, capture):
+    nvfp4.require_asked(state.config.precision)
+    return GraphedStep(state, capture)
 
 
 @variant(

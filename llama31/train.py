@@ -55,8 +55,9 @@ Freed          at the end of a run `session` calls reset() of all graphs, which 
                communicators that the graphs hold.
 All variants keep the same activations for the backward, and compute the others again (--keep, memory/plan.py).
 
-In a pipeline (--pp), `graph_fwd_bwd` captures the whole schedule of a stage, sends and receives too. `graph_layer`, and
-a pipeline's `graph_microbatch`, are in pipeline/stage_graphs.py; torch.compile and NaN checks in other_variants.py.
+In a pipeline (--pp), `graph_fwd_bwd` captures the whole schedule of a stage, sends and receives too. `graph_layer`, its
+halves `graph_attn` and `graph_mlp`, and a pipeline's `graph_microbatch`, are in pipeline/stage_graphs.py; torch.compile
+and NaN checks in other_variants.py.
 
     python -m llama31.train --preset tiny --variant graph_fwd_bwd
     python -m llama31.train --preset bench --variant graph_fwd_bwd     # a GPU's share of 405B
@@ -95,14 +96,17 @@ from llama31.validation import GraphedValidation, validate
     help="kernels launched one by one",
     parity="bitwise",
     headline=True,
-    builds=("", "validate", "torch_bf16", "parameterized"),
+    builds=("", "validate", "torch_bf16", "parameterized", "nvfp4_emulated"),
 )
-def eager_step(state: State, index: int):
-    """One training step. Nothing in it waits for the device, unless --clip host reads the gradient norm."""
+def eager_step(state: State, index: int, update=None):
+    """One training step. Nothing in it waits for the device, unless --clip host reads the gradient norm.
+
+    update: called in the place of State.update, by `graph_optimizer`.
+    """
     count = state.begin_step(index)  # copies all microbatches to state.inputs, zeroes main_grad
     forward_and_backward(state, count)
     with section("optimizer"):
-        state.update()  # clips, Adam, writes the weights
+        (update or state.update)()  # clips, Adam, writes the weights
     state.end_step(index)  # stores loss and gradient norm
     if state.validates(index):  # --validate-every
         validate(state)  # the mean loss of a held-out batch
@@ -285,6 +289,32 @@ class GraphedMicrobatches(GraphedPass):
 
     def replays_of(self, index: int) -> int:
         return self.state.num_microbatches(index) + self.state.validates(index)
+
+
+@variant(
+    "graph_optimizer",
+    kind="graph",
+    help="clipping and Adam in one graph, beside an eager forward and backward",
+    graphs=1,
+    parity="bitwise",
+    traits={"part": "clipping and Adam"},
+)
+class GraphedOptimizer:
+    """The graph reads main_grad, whatever the pass was: its microbatches may change, and the host may read its losses.
+
+    Learning rate, Adam's count of steps and the gradient norm are on the device, as in graph_step.
+    """
+
+    def __init__(self, state: State, capture: Capture):
+        self.state, pool = state, capture.pool()
+        capture.warm_up(eager_step)
+        barrier()
+        with capture.capturing():
+            self.graph, _ = pool.capture(state.update, tuple(state.buckets.flats))
+        barrier()
+
+    def step(self, index: int):
+        eager_step(self.state, index, self.graph.replay)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -207,6 +207,13 @@ def test_mistake_is_one_line_and_exit_status_two(model, arguments, words):
     assert all(word in answer.stderr for word in words)
 
 
+@pytest.mark.parametrize("model", ["llama2_lora", "llama31"])
+def test_fp4_is_refused_in_one_line_where_no_gpu_computes_it(model):
+    answer = fork(model, "--preset", "tiny", "--precision", "nvfp4")
+    assert (answer.returncode, answer.stderr) == (3, "")
+    assert answer.stdout.splitlines()[-1].startswith("unsupported: --precision nvfp4: NVFP4 needs a GPU of compute ")
+
+
 def test_a_forked_script_starts_processes_as_a_plain_one_does():
     code = "import multiprocessing; print(multiprocessing.get_start_method())"
     said = forked.run("timeit", ["-n1", "-r1", code], CPU_ONLY, timeout_s=60).stdout

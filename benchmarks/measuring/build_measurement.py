@@ -284,7 +284,7 @@ class BuildMeasurement:
                 self._add("audit", variant, **facts, **(answer if "raised" in answer else _trained(answer)))
 
     def _measure_alone(self):
-        """Give each headline variant a process of its own, for its memory, and let eager repeat the audits in one."""
+        """Give headline variants and graphs a process each, for memory, and let eager repeat the audits in one."""
         asks_of_processes = self._alone()
         if not asks_of_processes:
             return
@@ -327,11 +327,12 @@ class BuildMeasurement:
         return {plan["base"]: own, **found} if own else found
 
     def _missing_alone(self) -> list[str]:
-        """The base and the headline variants whose memory alone is to be measured; none on a CPU."""
+        """The base, headline variants and graphs whose memory alone is to be measured; none on a CPU."""
         if not self._of("worker")[-1]["gpus"]:
             return []
         names = [self._of("plan")[-1]["base"]]
-        names += [name for name in self.worker.remaining() if self.request.variants[name]["headline"]]
+        known = self.request.variants
+        names += [name for name in self.worker.remaining() if known[name]["headline"] or known[name]["kind"] == "graph"]
         done = {each["variant"] for each in self._of("alone")}
         return [name for name in dict.fromkeys(names) if name not in done]
 

@@ -9,7 +9,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: model gpt3 -->  all rows of a model on GPUs
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
     <!-- table: rules -->       NVIDIA's rules of thumb beside runs; "rules reasons": why a graph is not faster
-    <!-- table: scopes -->      Megatron's scopes beside the variants here
+    <!-- table: scopes -->      Megatron's scopes beside the variants here; "scopes llama31": all of one model
     <!-- table: lengths -->     RNN-T with changing lengths, host by host
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
     <!-- end -->

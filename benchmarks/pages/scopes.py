@@ -1,10 +1,11 @@
-"""Megatron's scopes of CUDA graphs beside this repository's variants, as a table with what was measured."""
+"""Megatron's scopes of CUDA graphs beside this repository's variants, and all scopes of one model beside eager."""
 
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import runs
 from benchmarks.files.facts import stem
+from benchmarks.judge import PASS
 from benchmarks.pages import headlines, tables
 from benchmarks.runs import Found
 from common.text import in_markdown
@@ -31,6 +32,9 @@ SCOPES = (
     ),
     Scope(TE, "moe", "experts with a padded capacity", "embedding, loss, optimizer", "moe", "graph_moe_padded"),
     Scope(TE, "whole layers", "dense layers", "embedding, loss, optimizer", "gpt3", "graph_layer_te"),
+    Scope(TE, "attn", "norm, attention, residual", "all else of the layer", "llama31", "graph_attn"),
+    Scope(TE, "mlp", "norm, MLP, residual", "all else of the layer", "llama31", "graph_mlp"),
+    Scope(TE, "whole layers", "dense layers", "embedding, loss, optimizer", "llama31", "graph_layer"),
     Scope("local", "whole layers", "dense layers", "embedding, loss, optimizer", "llama2_lora", "graph_layer"),
     Scope(CHUNK, "one microbatch", "a chunk of the model", "optimizer", "llama31", "graph_microbatch"),
     Scope("full_iteration", "all microbatches", "forward, backward", "optimizer", "llama31", "graph_fwd_bwd"),
@@ -38,11 +42,14 @@ SCOPES = (
         *("full_iteration, optimizer_cuda_graph", "the step", "also the optimizer", "the batch's copy"),
         *("llama31", "graph_step"),
     ),
+    Scope("optimizer_cuda_graph", "the optimizer", "clipping, Adam", "forward, backward", "llama31", "graph_optimizer"),
 )
 
 
 def markdown(found: Found, page: Path, argument: str = "") -> str:
-    """The table; a cell for each workload that measured the variant."""
+    """The table; a cell for each workload that measured the variant. argument: a model, for its scopes alone."""
+    if argument:
+        return _of_model(found, page, argument)
     lines = []
     for scope in SCOPES:
         here = f"[{scope.model}](../{scope.model}/README.md) `{scope.variant}`"
@@ -51,14 +58,37 @@ def markdown(found: Found, page: Path, argument: str = "") -> str:
     return tables.markdown(["Impl", "Scope", "In the graphs", "Eager", "Here", "Measured"], lines)
 
 
-def _measured(found, page, scope):
-    texts = []
+def _of_model(found, page, model):
+    """What each scope of a model gains, needs alone, and leaves to the host, with eager; then those without a run."""
+    lines, missing = [], []
+    for scope in (Scope("", "", "nothing", "all", model, "eager"), *(each for each in SCOPES if each.model == model)):
+        rows = [row for row in _rows(found, model, scope.variant) if row.status == PASS]
+        for row in rows:
+            run = f"{tables.linked(row.workload.name, row, page)} ({in_markdown(headlines.short(row.workload.gpu))})"
+            cells = [tables.CELLS[name](row) for name in ("alone GiB", "issue ms")]
+            gain = tables.two(row.gain_range, "x") if row.gain_range else "base"
+            lines.append([f"`{scope.variant}`", scope.captured, scope.eager, run, gain, *map(in_markdown, cells)])
+        missing += [] if rows else [f"`{scope.variant}`"]
+    names = ["Variant", "In the graphs", "Eager", "Run", "gain", "alone GiB", "issue ms"]
+    told = f"\n\nNot measured in blocks on a GPU yet: {', '.join(missing)}." if missing else ""
+    return tables.markdown(names, lines) + told
+
+
+def _rows(found, model, variant):
+    """The rows of a variant on GPUs, of a quiet host and of the preset that is measured as it is."""
     for row in runs.on_gpus(found.rows):
         where = row.workload
         is_plain = not where.busy and not where.build and stem(where.preset) in ("bench", "qwen3_share")
-        if (where.model, row.variant) == (scope.model, scope.variant) and is_plain and row.gain_range:
-            link = tables.linked(where.name, row, page)
-            texts.append(f"{link} {tables.two(row.gain_range, 'x')}, {_hosts(len(row.hosts), where.gpu)}")
+        if (where.model, row.variant) == (model, variant) and is_plain:
+            yield row
+
+
+def _measured(found, page, scope):
+    texts = []
+    for row in _rows(found, scope.model, scope.variant):
+        if row.gain_range:
+            link = tables.linked(row.workload.name, row, page)
+            texts.append(f"{link} {tables.two(row.gain_range, 'x')}, {_hosts(len(row.hosts), row.workload.gpu)}")
     if texts:
         return texts
     for where, hosts in found.archived.items():

@@ -65,6 +65,8 @@ def note(row: Row) -> str:
     texts.append("" if row.base in ("eager", "", row.variant) or row.control else f"against {row.base}")
     texts.append("no eager variant passed" if not row.base and row.kind != "eager" else "")
     if row.timed and not row.control:
+        part = row.newest.variant.traits.get("part")
+        texts.append(f"its graphs hold {part} alone" if part else "")
         texts.append(_first_build(row.newest))
         texts.append("a process for each block" if any(point.variant.apart for point in row.timed) else "")
         texts += [_control_beside(row), _spread(row), _others(row), _added(row), *row.newest.judged.build.flops_notes]

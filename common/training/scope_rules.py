@@ -6,8 +6,8 @@
     python -m common.training.scope_rules                                   the table of docs/what_to_capture.md
 
 A scope says what is captured: parts of layers (Megatron's cuda_graph_modules), whole layers (no modules), a microbatch
-with its loss (cuda_graph_granularity chunk), the iteration of all microbatches (cuda_graph_impl full_iteration), or the
-step with its optimizer (optimizer_cuda_graph, too).
+with its loss (cuda_graph_granularity chunk), the iteration of all microbatches (cuda_graph_impl full_iteration), the
+step with its optimizer (optimizer_cuda_graph, too), or the optimizer alone (optimizer_cuda_graph).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from typing import NamedTuple
 from common.config import Parser, option, parse_with_fields
 
 PARTS, WHOLE = ("attn", "mlp", "moe", "moe_router", "moe_preprocess"), ("microbatch", "iteration", "step")
-LAYERS, SCOPES = (*PARTS, "layer"), (*PARTS, "layer", *WHOLE)
+LAYERS, PASSES = (*PARTS, "layer"), (*PARTS, "layer", *WHOLE)
+SCOPES = (*PASSES, "optimizer")
 SEQUENCES = ("fixed", "changing", "packed", "padded")
 CORE, GRAPHS = "Megatron-Core 0.19, transformer_config.py", "Megatron-Core 0.19, cuda_graphs.py"
 BRIDGE, OURS = "Megatron Bridge, config.py", "this repository"
@@ -95,7 +96,7 @@ RULES = tuple(Rule(*row) for row in (
      "the layers that run again are called outside of the graphs", "recompute selective, or iteration", CORE),
     ("dropout in captured layers that run again", LAYERS, lambda s: s.dropout and s.recompute != "none",
      "the second run would draw other random numbers", "dropout 0, or recompute none", CORE),
-    ("graphs without te_rng_tracker", SCOPES, lambda s: not s.rng_tracker,
+    ("graphs without te_rng_tracker", PASSES, lambda s: not s.rng_tracker,
      "a replay draws new random numbers only from a generator that is registered with the graph",
      "te_rng_tracker (here register_generator_state)", BRIDGE),
     ("a NaN check with a graph over whole microbatches", WHOLE, lambda s: s.nan_checks,
@@ -103,7 +104,7 @@ RULES = tuple(Rule(*row) for row in (
      "--nan-checks false (Megatron --no-check-for-nan-in-loss-and-grad), or here --variant eager_nan_checks", BRIDGE),
     ("CPU offload with graphs of layers or microbatches", (*LAYERS, "microbatch"), lambda s: s.cpu_offload,
      "its copies wait for events of the other graphs", "no offload, or iteration", CORE),
-    ("sequences of changing length", SCOPES, lambda s: s.sequences == "changing",
+    ("sequences of changing length", PASSES, lambda s: s.sequences == "changing",
      "a graph has the shapes and host numbers of its capture",
      "padding or packing to one length, with the documents' bounds in a tensor on the device", OURS),
     ("packed documents with captured attention", ("attn", "layer", *WHOLE), lambda s: s.sequences == "packed",
@@ -113,7 +114,7 @@ RULES = tuple(Rule(*row) for row in (
      "each number is another schedule, with a warm-up, a capture and memory of its own",
      "graphs that are replayed as often as asked (here --variant graph_microbatch, Megatron "
      "--cuda-graph-dynamic-microbatches), or one number (--ramp '')", OURS),
-    ("clipping with a host read in a captured optimizer", ("step",), lambda s: s.host_clip,
+    ("clipping with a host read in a captured optimizer", ("step", "optimizer"), lambda s: s.host_clip,
      "the host would have to read the norm in the middle of the graph",
      "--clip device, whose factor stays on the GPU, or --variant graph_fwd_bwd, with an eager optimizer", OURS),
     ("expandable segments while NCCL registers buffers in captures", SCOPES, lambda s: s.expandable_segments,

@@ -11,6 +11,8 @@ the same quantised for the GEMM that reads it first.
 
 import torch
 
+from common.measuring.marks import mark
+from common.training.precision import nvfp4
 from llama2_lora.config import Config
 from llama2_lora.kernels.attention import split_qkv
 from llama2_lora.kernels.operators import dropout_key
@@ -95,19 +97,26 @@ class HandwrittenStack:
     def _multiply(self, layer, name, operand, out):
         """out = operand W^T: a forward GEMM, of the input of the matrix `name`."""
         matrix, slot = self.weights.layers[layer][name], self.scaling.slot(layer, f"{name}_in")
-        self.operators.gemm(operand, matrix.value, slot.inverse, matrix.inverse, out, fast=True)
+        self.operators.gemm(self._in_fp4(operand), matrix.value, slot.inverse, matrix.inverse, out, fast=True)
 
     def _multiply_back(self, layer, name, operand, out):
         """out = operand W: a dgrad GEMM. In FP8 it reads W^T, which is held or made now."""
         matrix = self.weights.layers[layer][name]
         if self.config.precision != "fp8":
-            torch.mm(operand, matrix.value, out=out)
+            torch.mm(self._in_fp4(operand), matrix.backward, out=out)
             return
         transposed = self.transposes[layer][name]
         if not self.holds_transposes[layer]:
             self.operators.transpose(matrix.value, transposed)
         slot = self.scaling.slot(layer, f"{name}_grad")
         self.operators.gemm(operand, transposed, slot.inverse, matrix.inverse, out, fast=False)
+
+    def _in_fp4(self, operand):
+        """An operand as a GEMM in NVFP4 reads it, where that is emulated."""
+        if self.config.precision != "nvfp4_emulated":
+            return operand
+        mark()  # to round a tensor takes some hundred launches
+        return nvfp4.emulate(operand)
 
     # -- parts that both directions compute ----------------------------------------------------------
 

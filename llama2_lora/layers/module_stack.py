@@ -25,7 +25,7 @@ class ModuleStack:
             recipe = transformer_engine.recipe_of(config)
             self.layers = transformer_engine.make_layers(config, weights, adapters, recipe)
             if recipe:
-                self.fp8 = TransformerEngineScaling(self.layers, config.amax_history)
+                self.fp8 = TransformerEngineScaling(self.layers, given=recipe)
         else:
             self.layers = plain.make_layers(config, weights, adapters, inputs)
         # A step calls these; graph_layer_te puts wrapped layers here.

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from common.training.precision import nvfp4
 from common.training.precision.fp8 import require_fp8, transformer_engine, usable_transformer_engine
 from common.variant import Unsupported
 from llama2_lora.config import Config
@@ -24,11 +25,12 @@ class TransformerEngineLayer(nn.Module):
     def __init__(self, config: Config, layer: int, weights, adapters, recipe, frequencies):
         super().__init__()
         te = transformer_engine()
-        c = config
+        # NVFP4 is cast from bf16 weights in each pass.
+        c, is_fp8 = config, config.precision == "fp8"
         self.config, self.frequencies = config, frequencies
         options = {"bias": False, "params_dtype": torch.bfloat16, "device": weights.device}
         norm = {"eps": c.norm_eps, "normalization": "RMSNorm"}
-        with te.quantized_model_init(enabled=recipe is not None, recipe=recipe), torch.no_grad():
+        with te.quantized_model_init(enabled=is_fp8, recipe=recipe), torch.no_grad():
             self.qkv = te.LayerNormLinear(c.hidden, c.qkv_width, return_layernorm_output=True, **norm, **options)
             self.proj = te.Linear(c.q_width, c.hidden, **options)
             self.mlp = te.LayerNormMLP(c.hidden, c.ffn, activation="swiglu", **norm, **options)
@@ -36,7 +38,7 @@ class TransformerEngineLayer(nn.Module):
             c.heads, c.head_dim, num_gqa_groups=c.kv_heads, attn_mask_type="causal", qkv_format="sbhd"
         )
         self.requires_grad_(False)
-        self._take_weights(weights.norms[layer], weights.layers[layer], fp8=recipe is not None)
+        self._take_weights(weights.norms[layer], weights.layers[layer], is_fp8)
         for module in (self.qkv, self.proj, self.mlp):
             module._is_fsdp2 = True
         self.qkv_adapter, self.proj_adapter = (Adapter(config, adapters, layer, name) for name in ("qkv", "proj"))
@@ -83,9 +85,11 @@ def make_layers(config: Config, weights, adapters, recipe) -> nn.ModuleList:
 
 
 def recipe_of(config: Config):
-    """The FP8 recipe of the config; None for bf16."""
+    """The recipe of the config; None for bf16."""
     if config.precision == "bf16":
         return None
+    if config.precision == "nvfp4":
+        return nvfp4.recipe()
     from transformer_engine.common import recipe
 
     return recipe.DelayedScaling(
@@ -98,8 +102,12 @@ def require_kind(kind: str, config: Config, device: torch.device) -> None:
     if kind != "handwritten" and config.cp * config.tp > 1:
         flags = f"--cp {config.cp}" if config.cp > 1 else f"--tp {config.tp}"
         raise Unsupported(f"{flags} needs handwritten layers, which alone share windows and matrices among ranks here")
+    if config.precision == "nvfp4":
+        nvfp4.require(device, "" if kind == "te" else "handwritten layers have no NVFP4 GEMM, take --layer te")
     if kind != "te":
         return
+    if config.precision == "nvfp4_emulated":
+        raise Unsupported("--precision nvfp4_emulated needs --layer handwritten")
     if device.type != "cuda":
         raise Unsupported("Transformer Engine's layers need a GPU")
     usable_transformer_engine()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from common.training.parallel import collectives
+from common.training.precision import nvfp4
 from common.training.precision.fp8 import E4M3_MAX
 from llama2_lora.config import REPLICATED, Config
 from llama2_lora.kernels.scaling import Formats
@@ -28,10 +29,14 @@ _BY_INPUTS = ("proj", "fc2", "proj.a")
 
 @dataclass(frozen=True)
 class Matrix:
-    """value [outputs, inputs]: the weight is value * inverse, FP32 [1]."""
+    """value [outputs, inputs]: the weight is value * inverse, FP32 [1].
+
+    backward [outputs, inputs]: what a dgrad GEMM reads in the place of `value`: rounded along the outputs in NVFP4.
+    """
 
     value: torch.Tensor
     inverse: torch.Tensor
+    backward: torch.Tensor
 
 
 class RandomWeights:
@@ -92,13 +97,16 @@ class FrozenWeights:
     def _matrix(self, weight, value):
         """A bf16 weight [outputs, inputs] on the device as it is stored: in FP8 in `value`, else (None) as it is."""
         if value is None:
-            return Matrix(weight.to(self.formats.main), torch.ones(1, device=self.device))
+            one, weight = torch.ones(1, device=self.device), weight.to(self.formats.main)
+            is_rounded = self.config.precision == "nvfp4_emulated"
+            forward, backward = nvfp4.frozen_weight(weight) if is_rounded else (weight, weight)
+            return Matrix(forward, one, backward)
         amax = torch.linalg.vector_norm(weight, math.inf).float().clamp(min=torch.finfo(torch.float32).tiny)
         collectives.all_reduce_max_(amax, self._group)  # one scale for the whole matrix
         scale = E4M3_MAX / amax
         for rows, stored in zip(weight.split(CHUNK), value.split(CHUNK), strict=True):
             stored.copy_((rows.float() * scale).clamp(-E4M3_MAX, E4M3_MAX))
-        return Matrix(value, (1.0 / scale).reshape(1))
+        return Matrix(value, (1.0 / scale).reshape(1), value)
 
 
 def shard_of(config: Config, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:

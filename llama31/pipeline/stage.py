@@ -5,19 +5,50 @@ state: a llama31.state.State. step: 1 or -1, the forward or backward pass of a m
 """
 
 import functools
+from functools import partial
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
 from common.training.schedule import communications, numbered, order
 
 
-class Called:
-    """A stage's passes, kernels launched one by one. stage_graphs.py has the same methods by replays."""
+class Eager:
+    """A part of a pass, kernels launched one by one. Autograd's graph begins at its input."""
 
-    def __init__(self, state):
-        self.state, self._saved = state, {}
+    def __init__(self, *functions):
+        self.functions = functions
+
+    def forward(self, hidden):
+        """The part's output. hidden: its input, None where it takes tokens."""
+        self._x = x = None if hidden is None else hidden.detach().requires_grad_()
+        for function in self.functions:
+            x = function(x)
+        mark()
+        # The place in autograd's graph, without the tensor: whoever reads the output has a copy or the memory itself.
+        self._output = get_gradient_edge(x)
+        return x.detach()
+
+    def backward(self, gradient):
+        """The gradient of the input, None for tokens. gradient: of the output, None for the loss."""
+        x, output, self._x, self._output = self._x, self._output, None, None
+        with section("backward"):
+            torch.autograd.backward(output, gradient)
+        mark()
+        return None if x is None else x.grad
+
+
+class Called:
+    """A stage's passes, kernels launched one by one. stage_graphs.py has the same methods by replays.
+
+    parts: by microbatch, in the order of the forward pass.
+    """
+
+    def __init__(self, state, count: int):
+        self.state = state
+        self.parts: dict[int, list] = {each: [Eager(partial(run_stage, state, each))] for each in range(count)}
 
     def buffer(self, step: int, microbatch: int):
         """Return the buffer that receives an activation (step 1) or a gradient (step -1)."""
@@ -25,27 +56,34 @@ class Called:
 
     def forward(self, microbatch: int, hidden):
         """Return the activation for the next stage, or the loss. hidden: received, None for the first stage."""
-        x = None if hidden is None else hidden.requires_grad_()
-        output = run_stage(self.state, microbatch, x)
-        self._saved[microbatch] = x, output
-        return output.detach()
+        for part in self.parts[microbatch]:
+            hidden = part.forward(hidden)
+        return hidden
 
     def backward(self, microbatch: int, gradient):
         """Return the gradient for the previous stage. gradient: received, None for the last stage."""
-        hidden, output = self._saved.pop(microbatch)
-        with section("backward"):
-            output.backward(gradient)
-        return None if hidden is None else hidden.grad
+        for part in reversed(self.parts[microbatch]):
+            gradient = part.backward(gradient)
+        return gradient
 
 
 def run_stage(state, microbatch: int, hidden):
     """This stage's output, or the loss. hidden: its input, None for the first stage."""
+    if hidden is None:
+        hidden = embed(state, microbatch)
     with section("forward"):
-        if hidden is None:
-            hidden = state.embedding(state.inputs["tokens"][microbatch])
         hidden = state.run_layers(hidden, microbatch == 0)
-    if state.head is None:
-        return hidden
+    return hidden if state.head is None else find_loss(state, microbatch, hidden)
+
+
+def embed(state, microbatch: int, hidden=None):
+    """A microbatch's tokens as what the first layer reads."""
+    with section("forward"):
+        return state.embedding(state.inputs["tokens"][microbatch])
+
+
+def find_loss(state, microbatch: int, hidden):
+    """A microbatch's part of the step's loss, of the last layer's output."""
     with section("loss"):
         return state.microbatch_loss(hidden, microbatch)
 
@@ -58,7 +96,7 @@ def schedule(pp: int, stage: int, count: int):
 
 def forward_and_backward(state, count: int, passes=None) -> None:
     """Add the gradients of `count` microbatches to main_grad, as llama31/train.py does without a pipeline."""
-    passes = passes or Called(state)
+    passes = passes or Called(state, count)
     steps, exchanges = schedule(state.config.pp, state.place.stage, count)
     made, received = {}, {}
     # Entry i is exchanged before step i, the last one after all of them.

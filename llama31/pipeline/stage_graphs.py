@@ -1,113 +1,143 @@
-"""A stage's passes as graphs: of each layer, or of all that a stage does to a microbatch, forward and backward apart.
+"""A stage's passes as graphs: of each layer, of a half of each layer, or of all that a stage does to a microbatch.
 
-All have one pool and are captured in the order of the stage's schedule, in which they are replayed: what is free when a
-graph is captured is free when it is replayed. A step of fewer microbatches runs a part of that order. Buffers are
-chained: what a layer writes is the static input of the next one, and what is received goes into the first one's.
+Forward and backward have graphs of their own. All have one pool and are captured in the order of the stage's schedule,
+in which they are replayed: what is free when a graph is captured is free when it is replayed. A step of fewer
+microbatches runs a part of that order. Graphs without an eager part between them are chained: what one writes is the
+static input of the next one. What is received, or written by an eager part, goes into buffers.
 """
 
 from functools import partial
+from itertools import groupby
 
 from common.capture.pool import Pool
 from common.contract import variant
-from common.measuring.marks import mark, section
+from common.measuring.marks import section
 from common.training.schedule import buffer_slots
+from llama31.model import run_again
 from llama31.pipeline import stage as pipeline
 from llama31.state import State
 from llama31.train import GraphedPass
 
 
-class Replayed:
-    """The methods of llama31/pipeline/stage.py's Called by replays.
+class Graphed:
+    """A part of a pass as two graphs, with the methods of llama31/pipeline/stage.py's Eager.
 
-    whole: a graph has all of a pass, embedding or loss too; else there is one for each layer, and embedding and loss
-    stay eager.
+    source, gradient: buffers of its input and of its output's gradient; None where a graph before wrote them, and for
+    tokens and the loss.
     """
 
-    def __init__(self, state: State, pool: Pool, whole: bool):
-        self.state, self.pool, self.whole = state, pool, whole
-        config = state.config
-        steps, exchanges = pipeline.schedule(config.pp, state.place.stage, config.microbatches)
+    def __init__(self, pool: Pool, function, hidden, source, static):
+        # Cut from autograd's graph, since each backward is captured by itself.
+        self._pool, self.source = pool, source
+        self._x = x = None if hidden is None else hidden.detach().requires_grad_()
+        self._forward, self.output = pool.capture(lambda: function(x), static)
+
+    def capture_backward(self, gradient, buffer):
+        """Capture the backward and return the input's gradient, which it writes. gradient: of the output."""
+        self.gradient, pool = buffer, self._pool
+        x, output = self._x, self.output
+        static = () if buffer is None else (buffer,)
+        self._backward, grad = pool.capture(lambda: _input_gradient(x, output, gradient), static)
+        # What is captured next may take the memory of the activations, of the output and of this gradient.
+        self._x, self.output = None, pool.borrow(output.detach())
+        self._input_gradient = None if grad is None else pool.borrow(grad)
+        return grad
+
+    def forward(self, hidden):
+        _fill(self.source, hidden)
+        with section("forward"):
+            self._forward.replay()
+        return self.output
+
+    def backward(self, gradient):
+        _fill(self.gradient, gradient)
+        with section("backward"):
+            self._backward.replay()
+        return self._input_gradient
+
+
+def _fill(buffer, value):
+    """Copy a value to a buffer, unless it was received or written there."""
+    if buffer is not None and buffer.data_ptr() != value.data_ptr():
+        buffer.copy_(value)
+
+
+class Replayed(pipeline.Called):
+    """Called with graphs for the parts of a scope: "stage", all of a pass; "layer"; "attention" or "mlp", its halves.
+
+    All else of a pass is eager.
+    """
+
+    def __init__(self, state: State, pool: Pool, scope: str):
+        super().__init__(state, 0)
+        self.pool, self.scope = pool, scope
+        steps, exchanges = pipeline.schedule(state.config.pp, state.place.stage, state.config.microbatches)
         self._slots, self._buffers = buffer_slots(steps, exchanges), {}
-        # By microbatch: graphs in the order of replay, what the last of them writes; and what is eager.
-        self._forward, self._output, self._backward, self._gradient, self._embedded = {}, {}, {}, {}, {}
-        saved = {}
         for step, microbatch in steps:
             if step > 0:
-                saved[microbatch] = self._capture_forward(microbatch)
+                self.parts[microbatch] = self._capture_forward(microbatch)
             else:
-                self._capture_backward(microbatch, saved.pop(microbatch))
+                self._capture_backward(microbatch)
 
     def _capture_forward(self, microbatch):
-        """(input, output) of each graph."""
-        state, hidden, saved, graphs = self.state, None, [], []
-        static = state.static if self.whole else ()
-        if not self.whole or state.embedding is None:
-            # Cut from autograd's graph, here and below: each backward is captured by itself.
-            hidden = self.buffer(1, microbatch).detach().requires_grad_()
-            static = (*static, hidden)
-        units = [partial(pipeline.run_stage, state, microbatch)]
-        if not self.whole:
-            units = [partial(_run_layer, state, layer, microbatch) for layer in range(len(state.layers))]
-        for unit in units:
-            graph, output = self.pool.capture(lambda: unit(hidden), static)  # noqa: B023
-            graphs.append(graph)
-            saved.append((hidden, output))
-            hidden, static = output.detach().requires_grad_(), ()
-        self._forward[microbatch], self._output[microbatch] = graphs, self.pool.borrow(output.detach())
-        return saved
+        state, parts = self.state, []
+        static = state.static if self.scope == "stage" else ()
+        for is_captured, functions in groupby(self._units(microbatch), lambda unit: unit[0]):
+            if not is_captured:
+                parts.append(pipeline.Eager(*(function for _, function in functions)))
+                continue
+            source = None
+            if parts or state.embedding is None:
+                source = self.buffer(1, microbatch, len(parts))
+                static = (*static, source)
+            hidden = source
+            for _, function in functions:
+                parts.append(Graphed(self.pool, function, hidden, source, static))
+                hidden, source, static = parts[-1].output, None, ()
+        return parts
 
-    def _capture_backward(self, microbatch, saved):
-        grad, static, graphs = None, (), []
-        if not self.whole or self.state.head is None:
-            grad = self.buffer(-1, microbatch)
-            static = (grad,)
-        while saved:
-            x, output = saved.pop()
-            graph, grad = self.pool.capture(lambda: _input_gradient(x, output, grad), static)  # noqa: B023
-            graphs.append(graph)
-            # What is captured next may take the activations' memory.
-            del x, output
-            static = ()
-        self._backward[microbatch] = graphs
-        self._gradient[microbatch] = None if grad is None else self.pool.borrow(grad)
+    def _capture_backward(self, microbatch):
+        gradient, after = None, None
+        for part in reversed(self.parts[microbatch]):
+            if isinstance(part, Graphed):
+                buffer = None
+                if not isinstance(after, Graphed) and (after or self.state.head is None):
+                    # An eager part's gradient is read at once, so that one buffer does for all.
+                    gradient = buffer = self.buffer(-1, microbatch)
+                gradient = part.capture_backward(gradient, buffer)
+            after = part
 
-    def buffer(self, step: int, microbatch: int):
-        slot = self._slots[step, microbatch]
-        if slot not in self._buffers:
-            self._buffers[slot] = self.state.empty_hidden().zero_()
-        return self._buffers[slot]
+    def _units(self, microbatch):
+        """(whether the scope holds it, function of the hidden state) of the parts of a forward pass."""
+        state, first = self.state, microbatch == 0
+        if self.scope == "stage":
+            yield True, partial(pipeline.run_stage, state, microbatch)
+            return
+        if state.embedding is not None:
+            yield False, partial(pipeline.embed, state, microbatch)
+        for layer in range(len(state.layers)):
+            if self.scope == "layer":
+                yield True, partial(_run, state, state.calls[layer], first)
+                continue
+            for name in ("attention", "mlp"):
+                half = getattr(state.layers[layer], name)
+                if state.calls[layer] is not state.layers[layer]:
+                    # A layer that runs again in the backward does so in halves.
+                    half = run_again(half, state.scaling)
+                yield name == self.scope, partial(_run, state, half, first)
+        if state.head is not None:
+            yield False, partial(pipeline.find_loss, state, microbatch)
 
-    def forward(self, microbatch: int, hidden):
-        state = self.state
-        if state.embedding is not None and not self.whole:
-            with section("embedding"):
-                self._embedded[microbatch] = state.embedding(state.inputs["tokens"][microbatch])
-                self.buffer(1, microbatch).copy_(self._embedded[microbatch].detach())
-        with section("forward"):
-            for graph in self._forward[microbatch]:
-                graph.replay()
-        return self._output[microbatch]
-
-    def backward(self, microbatch: int, gradient):
-        if self.state.head is not None and not self.whole:
-            hidden = self._output[microbatch].detach().requires_grad_()
-            with section("loss"):
-                loss = self.state.microbatch_loss(hidden, microbatch)
-            mark()
-            with section("backward"):
-                loss.backward()
-                self.buffer(-1, microbatch).copy_(hidden.grad)
-        with section("backward"):
-            for graph in self._backward[microbatch]:
-                graph.replay()
-            if microbatch in self._embedded:
-                self._embedded.pop(microbatch).backward(self._gradient[microbatch])
-        return self._gradient[microbatch]
+    def buffer(self, step: int, microbatch: int, place: int = 0):
+        """As Called.buffer. place: number of the part that reads an activation; 0 for what is received."""
+        key = self._slots[step, microbatch], place
+        if key not in self._buffers:
+            self._buffers[key] = self.state.empty_hidden().zero_()
+        return self._buffers[key]
 
     def replays(self, count: int) -> int:
         """Return the number of replays in a step of `count` microbatches."""
-        graphs = [*self._forward.items(), *self._backward.items()]
-        return sum(len(found) for microbatch, found in graphs if microbatch < count)
+        return 2 * sum(isinstance(part, Graphed) for each in range(count) for part in self.parts[each])
 
 
 @variant(
@@ -122,10 +152,10 @@ class Replayed:
 class GraphedLayers(GraphedPass):
     """The average over ranks stays eager, and so does what stages exchange."""
 
-    whole = False
+    scope = "layer"
 
     def capture_training(self) -> list:
-        self.passes = Replayed(self.state, self.pool, self.whole)
+        self.passes = Replayed(self.state, self.pool, self.scope)
         return []
 
     def replay(self, count: int):
@@ -138,6 +168,30 @@ class GraphedLayers(GraphedPass):
 
 
 @variant(
+    "graph_attn",
+    kind="graph",
+    help="attention of each layer in graphs, forward and backward; MLP eager",
+    graphs=lambda c: c.layer_passes and c.layer_passes + 1,
+    replays=lambda c: c.replays(c.layer_passes),
+    parity="bitwise",
+)
+class GraphedAttention(GraphedLayers):
+    scope = "attention"
+
+
+@variant(
+    "graph_mlp",
+    kind="graph",
+    help="the MLP of each layer in graphs, forward and backward; attention eager",
+    graphs=lambda c: c.layer_passes and c.layer_passes + 1,
+    replays=lambda c: c.replays(c.layer_passes),
+    parity="bitwise",
+)
+class GraphedMLP(GraphedLayers):
+    scope = "mlp"
+
+
+@variant(
     "graph_microbatch",
     graphs=lambda c: 2 * c.microbatches + 1,
     replays=lambda c: c.replays(2 * c.microbatches),
@@ -146,12 +200,12 @@ class GraphedLayers(GraphedPass):
 class GraphedPasses(GraphedLayers):
     """In a pipeline a microbatch goes forward and backward at different times, so each pass has a graph."""
 
-    whole = True
+    scope = "stage"
 
 
-def _run_layer(state, layer, microbatch, hidden):
-    with state.scaling():
-        return state.run_layer(layer, hidden, microbatch == 0)
+def _run(state, call, first, hidden):
+    with section("forward"), state.scaling():
+        return call(hidden, is_first_microbatch=first)
 
 
 def _input_gradient(x, output, grad):

@@ -416,6 +416,14 @@ def test_an_eager_variant_launches_nothing_by_graphs():
     assert verdict(profiled(run, 0.04)).fault == Fault.GRAPH_SHARE
 
 
+def test_a_graph_of_a_small_part_that_its_traits_name_launches_some_kernels():
+    run = profiled(made_run(), 0.002)
+    assert verdict(run).fault == Fault.GRAPH_SHARE
+    variant(run).traits = {"part": "the optimizer"}
+    assert verdict(run).fault is None
+    assert "0.0 % of the kernels, some are expected" in verdict(profiled(run, 0.0)).reason
+
+
 def test_watched_tensors_that_never_move():
     """Where one of two stands still, the median of their ratios is 1."""
     run = change(change(made_run(), moved=[1.0, 1.0, 0.0]), "eager", moved=[1.0, 1.0, 1.0])

@@ -57,7 +57,7 @@ def tp2():
 
 
 def test_predicted_bytes_are_the_built_ones():
-    alone = [built_and_predicted(precision=each) for each in ("fp8", "bf16")]
+    alone = [built_and_predicted(precision=each) for each in ("fp8", "bf16", "nvfp4_emulated")]
     for built, predicted in [*alone, *gloo_ranks.run(__name__, "tp2", 2)]:
         assert built == pytest.approx(predicted, rel=5e-3)
 

@@ -37,8 +37,9 @@ def assert_replays_as_promised(variant, name, config, num_replays, num_steps):
     [
         {"documents": "separate"},
         {"precision": "bf16", "layers": 1},
+        {"precision": "nvfp4_emulated", "layers": 1},
     ],
-    ids=["fp8", "bf16"],
+    ids=["fp8", "bf16", "nvfp4"],
 )
 def test_graphs_equal_eager_bit_for_bit(changes):
     config = replace(TINY, keep=MIXED, **changes)
@@ -49,12 +50,23 @@ def test_graphs_equal_eager_bit_for_bit(changes):
         assert len({tuple(batch["cu_seqlens"].tolist()) for batch in state.batches}) == num_steps
     eager = follow_eager(state, num_steps)
     assert_equal(follow_eager(state, num_steps), eager, state)
-    for name in GRAPHED:
+    names = (*GRAPHED, "graph_step_nvfp4") if "nvfp4" in config.precision else GRAPHED
+    for name in names:
         variant = made("llama2_lora", name, state)
         before = variant.capture.num_replays
         assert_equal(follow(state, variant.step, num_steps), eager, state)
         assert_replays_as_promised(variant, name, config, variant.capture.num_replays - before, num_steps)
         variant.close()
+
+
+def test_training_in_fp4s_numbers_lowers_the_loss():
+    losses = {}
+    for precision in ("bf16", "nvfp4_emulated"):
+        state = State(replace(TINY, precision=precision, layers=1, batches=1, keep="all"), CPU, "handwritten")
+        losses[precision] = follow_eager(state, 8)[0]
+    ours, near = losses["nvfp4_emulated"], losses["bf16"]
+    assert ours != near and ours[-1] < ours[0] - 0.2
+    assert ours == pytest.approx(near, rel=0.05)
 
 
 def test_variants_take_turns_on_one_state():

@@ -117,7 +117,8 @@ def test_flags_that_do_not_fit(changes, told):
 
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"}
 RANKS = {"WORLD_SIZE": "2"}
-WHOLE_GRAPHS = ("graph_microbatch", "graph_fwd_bwd", "graph_step")
+STEPS = ("graph_step", "graph_step_nvfp4")
+WHOLE_GRAPHS = ("graph_microbatch", "graph_fwd_bwd", *STEPS)
 
 
 def test_each_variant_that_captures_has_a_scope():
@@ -130,15 +131,15 @@ def test_each_variant_that_captures_has_a_scope():
     [
         ({}, {}, (), ""),
         ({"nan_checks": True}, {}, WHOLE_GRAPHS, "a NaN check"),
-        ({"ramp": "1,2,3"}, {}, ("graph_fwd_bwd", "graph_step"), "a changing number of microbatches"),
-        ({"clip": "host"}, {}, ("graph_step",), "clipping with a host read"),
+        ({"ramp": "1,2,3"}, {}, ("graph_fwd_bwd", *STEPS), "a changing number of microbatches"),
+        ({"clip": "host"}, {}, (*STEPS, "graph_optimizer"), "clipping with a host read"),
         ({"ramp": "02,2"}, {}, (), ""),
-        ({}, RANKS | EXPANDABLE, ("graph_layer", *WHOLE_GRAPHS), "expandable segments"),
+        ({}, RANKS | EXPANDABLE, tuple(SCOPES), "expandable segments"),
         ({}, RANKS | EXPANDABLE | {"NCCL_GRAPH_REGISTER": "0"}, (), ""),
         (
             {},
             RANKS | {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "1"},
-            ("graph_layer", *WHOLE_GRAPHS),
+            tuple(SCOPES),
             "expandable segments",
         ),
         # Alone, a process has no NCCL.

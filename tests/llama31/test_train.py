@@ -18,7 +18,8 @@ from tests.helpers.llama2_lora_case import write_checkpoint
 from tests.helpers.llama31_case import CPU, LLAMA3, TINY, follow_eager, make
 
 SMALL = {"hidden": 64, "head_dim": 16, "ffn": 128, "sequence": 32}
-GRAPHS = ("graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_step")
+VALIDATING = ("graph_attn", "graph_mlp", "graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_step")
+GRAPHS = (*VALIDATING, "graph_optimizer")
 
 
 def made(name, state):
@@ -94,7 +95,7 @@ def test_train_validate_train_gives_eagers_losses():
 
     eager = run(lambda index: train.eager_step(state, index), state.evaluate)
     assert eager[1][0] > eager[1][-1]
-    for name in GRAPHS:
+    for name in VALIDATING:
         variant = made(name, state)
         before = variant.capture.num_replays
         ours = run(variant.step, variant.evaluate)
@@ -106,7 +107,7 @@ def test_train_validate_train_gives_eagers_losses():
     assert state.read_losses(4) == follow_eager(state, 4)[0]
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", VALIDATING)
 def test_eager_passes_come_before_the_first_capture(name, monkeypatch):
     """It empties the allocator's cache; what an eager pass allocated later would lie beside the graphs' memory."""
     state, happened = make(precision="bf16", layers=1), []
@@ -157,16 +158,17 @@ def test_text_too_short_to_hold_out_says_so(tmp_path):
 # --- changing numbers of microbatches
 
 
-@pytest.mark.parametrize("name", ["graph_layer", "graph_microbatch"])
+@pytest.mark.parametrize("name", ["graph_attn", "graph_layer", "graph_microbatch", "graph_optimizer"])
 def test_a_ramp_replays_as_many_graphs_as_asked(name):
     state = make(**SMALL, microbatches=4, ramp="2,3,4", precision="bf16", layers=1)
     eager = follow_eager(state, 4)
     variant = made(name, state)
-    num_graphs = len(variant.pool.graphs)
+    num_graphs = len(variant.capture.pools[0].graphs)
     assert difference(follow(state, variant.step, 4), eager, state) == ""
-    assert len(variant.pool.graphs) == num_graphs
-    per_microbatch = 2 if name == "graph_layer" else 1
-    assert [variant.replays_of(index) for index in range(4)] == [n * per_microbatch for n in (2, 3, 4, 2)]
+    assert len(variant.capture.pools[0].graphs) == num_graphs
+    per_microbatch = {"graph_microbatch": 1, "graph_optimizer": 0}.get(name, 2)
+    replays = [n * per_microbatch or 1 for n in (2, 3, 4, 2)]
+    assert [variant.replays_of(index) for index in range(4)] == replays
     assert [state.batch_class(index) for index in range(4)] == [4, 6, 8, 4]
     variant.close()
 
@@ -248,6 +250,7 @@ def said(*arguments):
         (["--tp", "2"], "--tp 2 needs a multiple of 2 ranks, this run has 1"),
         (["--variant", "graph_fwd_bwd", "--nan-checks", "true"], "--variant eager_nan_checks"),
         (["--variant", "graph_step", "--clip", "host"], "--clip device"),
+        (["--variant", "graph_optimizer", "--clip", "host"], "--clip device"),
         (["--keep", "1 qkv"], "--keep 1 qkv: takes auto, all, least, or numbers of the last layers with items"),
         (["--layer", "te"], "--layer te needs a GPU"),
         (["--optimizer", "none", "--mllog", "log"], "leave out --optimizer none"),

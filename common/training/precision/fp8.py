@@ -72,35 +72,21 @@ def require_fp8() -> None:
         raise Unsupported(fault)
 
 
-def require_nvfp4(device: torch.device, no_gemm: str = "") -> None:
-    """Unsupported, in Transformer Engine's words where it has some, where --precision nvfp4 cannot be computed.
-
-    no_gemm: why it cannot be where the GPU could, or empty.
-    """
-    reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
-    if device.type == "cuda":
-        available, said = usable_transformer_engine().is_nvfp4_available(return_reason=True)
-        if available and not no_gemm:
-            return
-        reason = no_gemm if available else said
-    raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
-
-
 class TransformerEngineScaling:
     """FP8 in hybrid formats: E4M3 forward, E5M2 for gradients.
 
     Delayed scaling as NVIDIA's GPT-3 submission sets it: history 1024, "max", margin 0.
 
     layers: the te modules. Their scales are registered with TE by their first eager call. group: name of the ranks
-    over which amaxes are reduced; None: TE's choice, all ranks.
+    over which amaxes are reduced; None: TE's choice, all ranks. given: another recipe of TE.
     """
 
-    def __init__(self, layers, amax_history_len: int = 1024, group: str | None = None):
+    def __init__(self, layers, amax_history_len: int = 1024, group: str | None = None, given=None):
         from transformer_engine.common import recipe
 
         self._modules = layers
         self.group = None if group is None else collectives.process_group(group)
-        self.recipe = recipe.DelayedScaling(
+        self.recipe = given or recipe.DelayedScaling(
             margin=0,
             fp8_format=recipe.Format.HYBRID,
             amax_history_len=amax_history_len,

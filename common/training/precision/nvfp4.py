@@ -1,4 +1,4 @@
-"""NVFP4 by quantise-dequantise: the numerics of 4-bit GEMMs on any device, at no gain in speed.
+"""NVFP4: Transformer Engine's recipe, and quantise-dequantise, the numerics of 4-bit GEMMs on any device.
 
 Format of NVIDIA's NVFP4 (Transformer Engine 2.20, quantization_ref_nvfp4.py, 1 x 16 blocks, without Hadamard transform
 and stochastic rounding, as MLPerf v5.1's llama2_70b_lora runs it): E2M1 values, one E4M3 scale for each 16 neighbours
@@ -8,7 +8,8 @@ the scale 448. Rounding is to nearest, ties to even, in values and in scales.
     forward_weight, backward_weight = frozen_weight(weight)      once for each value of the weight
     y = F.linear(emulate(x), forward_weight)                     a GEMM in the dtype of x
 
-No function reads a number on the host, so all of them can be captured.
+That is as slow as it is exact. --precision nvfp4 computes in FP4 on compute capability 10.0; nvfp4_emulated has its
+numbers. No emulating function reads a number on the host, so all of them can be captured.
 """
 
 import math
@@ -16,11 +17,42 @@ from typing import NamedTuple
 
 import torch
 
+from common.training.precision.fp8 import usable_transformer_engine
+from common.variant import Unsupported
+
 BLOCK = 16
+CAPABILITY = (10, 0)
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 # Elements that `emulate` rounds at a time: their FP32 copies are the memory that it needs besides.
 CHUNK = 2**24
 _FP32_MAX = torch.finfo(torch.float32).max
+
+
+def require(device: torch.device, no_gemm: str = "") -> None:
+    """Unsupported, in one line, where --precision nvfp4 cannot be computed.
+
+    no_gemm: why it cannot be where the GPU could, or empty.
+    """
+    reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY:
+        available, said = usable_transformer_engine().is_nvfp4_available(return_reason=True)
+        if available and not no_gemm:
+            return
+        reason = no_gemm if available else said
+    raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
+
+
+def require_asked(precision: str) -> None:
+    """Unsupported where graph_step_nvfp4 is asked for in another precision."""
+    if not precision.startswith("nvfp4"):
+        raise Unsupported("graph_step_nvfp4 needs --precision nvfp4_emulated, or nvfp4 on compute capability 10.0")
+
+
+def recipe():
+    """Transformer Engine's: no Hadamard transform, stochastic rounding or two-dimensional blocks, as in MLPerf v5.1."""
+    from transformer_engine.common.recipe import NVFP4BlockScaling
+
+    return NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True)
 
 
 class Quantized(NamedTuple):

@@ -294,6 +294,18 @@ def test_megatrons_scopes_have_the_gains_of_their_variants(tmp_path):
     assert sum("not measured" in line for line in lines) == len(lines) - 1
 
 
+def test_scopes_of_a_model_say_what_each_gains_needs_and_leaves_to_the_host(tmp_path):
+    ms = {"eager": 10.0, "graph_attn": 9.0, "graph_step": 8.0}
+    put(tmp_path, 0, model="llama31", names=tuple(ms), ms=ms)
+    eager, attn, step, _, missing = table("scopes", tmp_path, "llama31").splitlines()[2:]
+    assert eager.startswith("| `eager` | nothing | all | [llama31/bench](") and " (H200) | base | " in eager
+    assert attn.startswith("| `graph_attn` | norm, attention, residual | ") and " | 1.11x | " in attn
+    assert step.startswith("| `graph_step` | ") and " | 1.25x | " in step
+    assert missing == "Not measured in blocks on a GPU yet: " + ", ".join(
+        f"`graph_{name}`" for name in ("mlp", "layer", "microbatch", "fwd_bwd", "optimizer")
+    ) + "."  # fmt: skip
+
+
 def test_the_overview_begins_with_its_contents_and_the_best_rows(found):
     text = overview.page_of(found, ROOT / "results" / "overview.md")
     contents, best = text.index("- [Best rows](#best-rows)"), text.index("\n## Best rows")

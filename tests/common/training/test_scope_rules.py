@@ -11,7 +11,7 @@ MOE = {"model": "moe"}
 BRIDGE = MOE | {"scope": "attn,moe_router,moe_preprocess"}
 PADDED = MOE | {"scope": "attn,moe", "capacity": True, "padded": True}
 LAYER, MICROBATCH, WHOLE, STEP = ({"scope": scope} for scope in ("layer", "microbatch", "iteration", "step"))
-NOTHING = {"scope": ""}
+NOTHING, OPTIMIZER = {"scope": ""}, {"scope": "optimizer"}
 # What a rule refuses -> (settings that it refuses, settings as near to them as can be that may be captured).
 CASES = {
     "another scope beside a whole one": (
@@ -54,10 +54,13 @@ CASES = {
         [BRIDGE | {"recompute": "selective", "dropout": True}],
         [BRIDGE | {"dropout": True}],
     ),
-    "graphs without te_rng_tracker": ([BRIDGE | {"rng_tracker": False}], [NOTHING | {"rng_tracker": False}]),
+    "graphs without te_rng_tracker": (
+        [BRIDGE | {"rng_tracker": False}],
+        [scope | {"rng_tracker": False} for scope in (NOTHING, OPTIMIZER)],
+    ),
     "a NaN check with a graph over whole microbatches": (
         [scope | {"nan_checks": True} for scope in (MICROBATCH, WHOLE, STEP)],
-        [scope | {"nan_checks": True} for scope in (NOTHING, LAYER, BRIDGE)],
+        [scope | {"nan_checks": True} for scope in (NOTHING, LAYER, BRIDGE, OPTIMIZER)],
     ),
     "CPU offload with graphs of layers or microbatches": (
         [scope | {"cpu_offload": True} for scope in (LAYER, MICROBATCH, BRIDGE)],
@@ -65,7 +68,7 @@ CASES = {
     ),
     "sequences of changing length": (
         [LAYER | {"sequences": "changing"}, WHOLE | {"sequences": "changing"}],
-        [NOTHING | {"sequences": "changing"}],
+        [scope | {"sequences": "changing"} for scope in (NOTHING, OPTIMIZER)],
     ),
     "packed documents with captured attention": (
         [BRIDGE | {"sequences": "packed"}, WHOLE | {"sequences": "packed"}],
@@ -73,11 +76,14 @@ CASES = {
     ),
     "a changing number of microbatches in one graph": (
         [WHOLE | {"changing_microbatches": True}, STEP | {"changing_microbatches": True}],
-        [MICROBATCH | {"changing_microbatches": True}],
+        [scope | {"changing_microbatches": True} for scope in (MICROBATCH, OPTIMIZER)],
     ),
-    "clipping with a host read in a captured optimizer": ([STEP | {"host_clip": True}], [WHOLE | {"host_clip": True}]),
+    "clipping with a host read in a captured optimizer": (
+        [scope | {"host_clip": True} for scope in (STEP, OPTIMIZER)],
+        [WHOLE | {"host_clip": True}],
+    ),
     "expandable segments while NCCL registers buffers in captures": (
-        [scope | {"expandable_segments": True} for scope in (LAYER, WHOLE, BRIDGE)],
+        [scope | {"expandable_segments": True} for scope in (LAYER, WHOLE, BRIDGE, OPTIMIZER)],
         [NOTHING | {"expandable_segments": True}],
     ),
 }

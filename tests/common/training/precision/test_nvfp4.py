@@ -1,10 +1,13 @@
 """common/nvfp4: E2M1 against its table, blocks by hand and against FP8 casts, error bounds, capture."""
 
+import math
+
 import pytest
 import torch
 
 from common.capture.pool import Pool
 from common.training.precision import nvfp4
+from common.variant import Unsupported
 
 # OCP Microscaling Formats 1.0, table of E2M1: codes 0 to 7, the eighth bit is the sign.
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -45,6 +48,45 @@ def test_blocks_computed_by_hand():
     expected[0, 16:19] = torch.tensor([6.0, -4.0, 4.0])
     expected[0, 32:35] = torch.tensor([6.0, 1.0, 0.5])
     assert torch.equal(quantized.dequantize(), expected)
+
+
+# Positive numbers of E4M3 by their codes: below 2^-6 they are 2^-9 apart; 448 is the largest.
+E4M3 = [2.0**-9 * mantissa for mantissa in range(8)]
+E4M3 += [2.0 ** (exponent - 7) * (1 + mantissa / 8) for exponent in range(1, 16) for mantissa in range(8)][:-1]
+
+
+def nearest(value, numbers):
+    """By search: the nearest number, of two equally near ones that with an even code."""
+    return min(enumerate(numbers), key=lambda each: (abs(value - each[1]), each[0] % 2))[1]
+
+
+def block_scaled(rows):
+    """NVFP4 of a list of lists by its definition, in FP64: E2M1 x E4M3 of each 16 x amax / (6 x 448) of all."""
+    scale, result = max(abs(value) for row in rows for value in row) / (6 * 448), []
+    for row in rows:
+        result.append([])
+        for start in range(0, len(row), 16):
+            block = row[start : start + 16]
+            own = nearest(max(map(abs, block)) / 6 / scale, E4M3) * scale
+            result[-1] += [math.copysign(nearest(abs(value) / own, E2M1) * own, value) for value in block]
+    return result
+
+
+@pytest.mark.parametrize("spread", [0.0, 2.0], ids=["normal", "blocks of other sizes"])
+def test_random_tensors_are_scaled_as_the_format_is_defined(spread):
+    torch.manual_seed(0)
+    tensor = torch.randn(16, 64) * torch.exp(spread * torch.randn(16, 4)).repeat_interleave(16, 1)
+    expected = torch.tensor(block_scaled(tensor.double().tolist()))
+    torch.testing.assert_close(nvfp4.quantize(tensor).dequantize(), expected, rtol=1e-6, atol=0)
+
+
+def test_fp4_on_hopper_is_refused_in_one_line_without_transformer_engine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(Unsupported) as refused:
+        nvfp4.require(torch.device("cuda"))
+    assert str(refused.value) == (
+        "--precision nvfp4: NVFP4 needs a GPU of compute capability 10.0 or higher; nvfp4_emulated has its numbers"
+    )
 
 
 def test_block_scales_are_those_of_torchs_e4m3_cast():
