@@ -28,8 +28,8 @@ help: ## this list
 	@echo
 	@echo "models: $(models)"
 
-# MODEL      ## bench, sweep, submit, doctor, compare: folder, as in MODEL=gpt3; bench, census, submit: a,b; bench: all
-# PRESET     ## bench, census, sweep, submit, doctor: tiny, bench, or another of the model's (bench on a GPU, else tiny)
+# MODEL      ## bench, sweep, submit, compare: folder, as in MODEL=gpt3; bench, census, submit: a,b; bench: all
+# PRESET     ## bench, census, sweep, submit: tiny, bench, or another of the model's (bench on a GPU, else tiny)
 # VARIANTS   ## bench, measure, submit: some of the model's, as in VARIANTS=eager,graph_step, or all (the headline ones)
 # CYCLES     ## bench, measure, census, sweep, submit: number of cycles (8; tiny: 3; census: 4), or auto: until +-0.5 %
 # MINUTES    ## bench, measure, submit: go on with cycles so long; census, sweep, submit with OVER: start nothing late
@@ -66,7 +66,7 @@ census: ## eager and one graph of eight workloads in eight minutes: a host more 
 	$(setup) core
 	$(from_make) census
 
-doctor: ## what stands against a graph of your own training STEP, or of MODEL's, each with file and line
+doctor: ## what stands against a graph of your own training STEP, each with file and line
 	@./setup.sh core
 	@.venv/bin/python -m benchmarks.from_make doctor || { status=$$?; [ $$status -ge 3 ] && [ $$status -le 8 ]; }
 

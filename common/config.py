@@ -70,7 +70,6 @@ class Run:
     record: str = option("", "write what came of it as JSON", metavar="PATH")
     mllog: str = option("", "write :::MLLOG lines of the run (-: to stdout)", metavar="PATH")
     profile: str = option("", "time nothing, trace a few steps for a viewer (.json)", metavar="PATH")
-    doctor: bool = option(False, "train nothing, only say what stands against a graph of the eager step, with lines")
     worker: str = option("", "used by make bench: do what the process that listens here says", metavar="SOCKET")
 
     def __post_init__(self):

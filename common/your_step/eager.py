@@ -16,7 +16,7 @@ from common.capture import host_graph_rules as rules
 from common.capture.errors import explained
 from common.machine.allocator import has_expandable_segments, nccl_registers
 from common.training.snapshot import storage_id
-from common.your_step import compare, host_values, memory, ranks
+from common.your_step import compare, host_values, ranks
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
 from common.your_step.parts import changing_values, tensors_in
 from common.your_step.place import STEPPED, Place
@@ -83,7 +83,6 @@ class EagerSteps:
         seen = {refused.place.own for refused in self.first.refused}
         self.first.refused += [each for each in hidden_reads(state, self.batches[0]) if each.place.own not in seen]
         self.unwritten = read_before_written(state, self._unlike_batches())
-        self.peak_bytes = memory.peak_of(state, self.batches[0])
         state.reset()
 
     @property
@@ -92,18 +91,17 @@ class EagerSteps:
         return self.watched[0]
 
     def _step(self, index, is_capturing=False) -> Watched:
-        # A model's section "data" writes unseen what the rest of its step reads.
-        contents = self.watched[-1].contents if self.watched and self.state.text else {}
+        contents = self.watched[-1].contents if self.watched else {}
         beside = Beside(self.state.threads, contents, self.of_state)
         with errors_with_lines(self.state.path):
             return watch(self.state.step, self.state.batch(index), self.state.modules, is_capturing, beside)
 
     def _unlike_batches(self) -> list[int]:
-        """Batches of a user's step: one of each shape, then others; of a model, whose batches come in order, one."""
+        """Batches, one of each shape first."""
         firsts = {kind: index for index, kind in reversed(list(enumerate(self.state.classes)))}
         unlike = list(dict.fromkeys([*firsts.values(), *range(len(self.state.batches))]))
         # All ranks make as many steps.
-        return ranks.first(unlike[:MOST_BATCHES]) if self.state.text else self.batches[:1]
+        return ranks.first(unlike[:MOST_BATCHES])
 
     def _look(self) -> SimpleNamespace:
         values, tensors = host_values.look(self.state.step, self.state.owned)
@@ -362,7 +360,7 @@ class EagerSteps:
     def _batches(self):
         number, batches = len(set(self.state.classes)), self.state.batches
         place = self.source.at(self.source.changed("batches"))
-        changing = changing_values(batches) if self.state.text else {}
+        changing = changing_values(batches)
         if changing:
             each = "; ".join(f"{name} is {', '.join(map(repr, values))}" for name, values in changing.items())
             evidence = f"of batches whose tensors have one shape {each}: each value needs a graph and its memory"

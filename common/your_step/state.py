@@ -31,10 +31,6 @@ class StepState:
         ValueError: the file cannot be used, its step raises, or gives no loss.
     """
 
-    # Gradients may be set to None between its steps.
-    binds_gradients = True
-    # Of each training that is compared with another.
-    parity_steps = 8
     # Seconds after which torch.compile is given up; 0: none.
     compile_limit_s = 0.0
     # The reason, once it was given up.
