@@ -15,6 +15,7 @@ import torch
 from common.capture import host_graph_rules as rules
 from common.capture.errors import explained
 from common.machine.allocator import has_expandable_segments, nccl_registers
+from common.measuring import operator_table
 from common.training.snapshot import storage_id
 from common.your_step import compare, host_values, ranks
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
@@ -24,7 +25,7 @@ from common.your_step.reads import hidden_reads
 from common.your_step.source import Source
 from common.your_step.state import StepState, errors_with_lines
 from common.your_step.uninitialised import read_before_written
-from common.your_step.watch import A_CUDA_OPERATION, KINDS, Beside, Watched, watch
+from common.your_step.watch import A_CUDA_OPERATION, BY_TABLE, KINDS, Beside, Watched, watch
 
 NUM_STEPS = 5
 FEW_SHAPES = 4
@@ -36,13 +37,14 @@ _REMEDIES = {
     "checkpoint": "checkpoint(..., preserve_rng_state=False) where it draws no random numbers, else leave it eager: "
     "graph_modules",
     "distribution": "torch.distributions.Distribution.set_default_validate_args(False), in build",
+    BY_TABLE: "compute it outside of the step, or leave its module eager: graph_modules; see docs/operators.md",
     rules.LENGTHS: "pad and mask: a padded batch, and a loss that leaves the padding out, need no packed sequence",
 }
 _MADE_PART_OF_BATCH = "make it part of the batch, which is copied before each replay"
 _AS_TENSOR = "make it a tensor on the GPU, which is copied with the batch, or the same number in all batches"
 _COPY = "write into the old tensor: old.copy_(new)"
-# Words of a warning of torch, which has no class of its own.
-_UNINVOKED = "pending, uninvoked backwards"
+# Words of warnings of torch, which have no classes of their own.
+_SLOW_PATH = "Unable to hit fast path of CUDAGraphs"
 _GRADIENT_STREAM = "AccumulateGrad node's stream does not match"
 
 
@@ -157,17 +159,21 @@ class EagerSteps:
                 kind = "learning rate" if place.through == "schedule" else place.through
                 yield Finding(kind, STOPS, self._made_at(place), evidence)
                 continue
+            if refused.reason == BY_TABLE:
+                evidence += f": it {operator_table.rows()[refused.name, 'forward'].text}"
             if place.line != place.own:
                 evidence += f" (at {place.line})"
             if place.callers:
                 evidence += f", called from {', '.join(place.callers[:MOST_CALLERS])}"
-            remedy = _REMEDIES.get(place.through, _REMEDIES.get(refused.reason, ""))
+            instead = operator_table.instead_of(refused.name)
+            remedy = f"a graph holds {instead} in its place" if instead else _REMEDIES.get(refused.reason, "")
+            remedy = _REMEDIES.get(place.through, remedy)
             found = _at(place, KINDS[refused.reason], STOPS, evidence, remedy)
             yield replace(found, is_hidden=refused.is_hidden)
         for text, place in self.first.warned:
             if _GRADIENT_STREAM in text:
                 yield Finding("gradient stream", STOPS, place.own, text.split(". ")[0])
-            elif _UNINVOKED in text:
+            elif _SLOW_PATH in text:
                 yield Finding("compiled graphs", SLOW, place.own, explained(text)[0], remedy=explained(text)[1])
 
     def _made_at(self, place):

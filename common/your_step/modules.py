@@ -58,7 +58,8 @@ class GraphedModules:
         chosen = _chosen(state)
         if not chosen:
             raise Unsupported("no module is large enough, is called once, and makes no call that a graph cannot hold")
-        names = shown(state.modules)
+        # Of a Sequential a number alone says nothing.
+        names = {path: name for path, name in shown(state.modules).items() if path.isdigit()}
         capture.strategy = f"forward and backward of {', '.join(names.get(call.path, call.path) for call in chosen)}"
         state.reset()
         with capture.capturing():

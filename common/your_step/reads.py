@@ -6,12 +6,13 @@ each operator. The operator that made a node of autograd has the node's sequence
 """
 
 import contextlib
+import re
 import warnings
 
 import torch
 
 from common.capture import host_graph_rules as rules
-from common.measuring import marks
+from common.measuring import marks, operator_table
 from common.measuring.module_parts import MODULE, naming_modules
 from common.your_step.place import place_of, place_of_call
 from common.your_step.watch import Refused
@@ -21,13 +22,9 @@ _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "
 _READS |= {"aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"}
 # Steps on the way from a call to its read.
 _BETWEEN = ("aten::item", "aten::is_nonzero")
-# Operators and nodes that read on a CPU alone, by torch's sources of 2.6 to 2.13: other kernels, other formulas, and
-# checks that a GPU leaves to an assertion. A store through a mask is watched by its arguments.
-_NAMES = "_assert_async var std var_mean std_mean quantile nanquantile rrelu_with_noise histogramdd _grouped_mm "
-_NAMES += "multilabel_margin_loss_forward multilabel_margin_loss_backward _embedding_bag_dense_backward "
-_NAMES += "embedding_renorm_ _index_put_impl_ _cholesky_solve_helper linalg_lu_solve"
+# Operators that read on a CPU alone, by torch's sources of 2.6 to 2.13, and that the table of operators does not have.
+_NAMES = "_assert_async histogramdd _grouped_mm embedding_renorm_ _cholesky_solve_helper"
 _ON_CPU_ALONE = {f"aten::{name}" for name in _NAMES.split()}
-_ON_CPU_ALONE |= {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
 _NODE = "autograd::engine::evaluate_function: "
 _ON_HOST = "on the host"
 
@@ -101,10 +98,20 @@ def _hidden(record, before, opened, makers):
         node, names = names[: not is_own], names[1:]
     # A name without a namespace is a range of Python's: a module, or the forward of a function of the user's.
     names = node + [name for name in names if "::" in name and name not in _BETWEEN]
+    row = next(filter(None, map(_row_of, names)), None)
+    if row is not None and row.is_held:
+        return
     if names:  # else a call of Python's, which the watch sees
         stack, module = makers.get(number, (stack, module))
         place = place_of(map(_frame, stack), module, has_callers=True)
         yield Refused(f"{record.name()} in {names[0]}", rules.READS, place, is_hidden=True)
+
+
+def _row_of(name):
+    """The row of the table for an operator, or for a node such as LinalgDetBackward0."""
+    node, _, is_node = name.partition("Backward")
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", node).lower()
+    return operator_table.row_of(snake, "backward") if is_node else operator_table.row_of(name)
 
 
 def _module(opened) -> str:

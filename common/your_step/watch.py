@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.capture import host_graph_rules as rules
 from common.capture.side_streams import StreamWatch
-from common.measuring import marks
+from common.measuring import marks, operator_table
 from common.measuring.module_parts import hooked, named_parts
 from common.training.snapshot import storage_id, storage_of
 from common.your_step.parts import has_several_ranks, tensors_in
@@ -37,6 +37,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 WAITS = "waits for the GPU"
 A_CUDA_OPERATION = "a CUDA operation"
 PINS = "allocates pinned memory"
+BY_TABLE = "is refused by a graph"
 _COPIES_TO_HOST = "copies to the host, which waits for the GPU"
 # Reason -> kind of finding.
 KINDS = {
@@ -45,6 +46,7 @@ KINDS = {
     _COPIES_TO_HOST: "host read",
     WAITS: "synchronisation",
     PINS: "pinned memory",
+    BY_TABLE: "host read",
     rules.SHAPE: "shape from values",
     rules.NEW: "host data",
     rules.RANDOM: "random state",
@@ -230,6 +232,12 @@ class _Watcher:
     def refuse(self, name, reason):
         self.found.refused.append(Refused(str(name), reason, self.place(has_callers=True)))
 
+    def look_up(self, name, count):
+        """Refuse a function by the table of operators, unless more than reads was refused after the first `count`."""
+        is_more = any(each.reason != rules.READS for each in self.found.refused[count:])
+        if operator_table.is_refused(name) and not (self.is_inside or is_more):
+            self.found.refused[count:] = [Refused(name, BY_TABLE, self.place(has_callers=True), is_hidden=True)]
+
     @contextlib.contextmanager
     def flagged(self, **flags):
         before = {name: getattr(self, name) for name in flags}
@@ -307,12 +315,14 @@ class _Functions(TorchFunctionMode):
         self.watcher = watcher
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        watcher = self.watcher
+        watcher, count = self.watcher, len(self.watcher.found.refused)
         if func in rules.FORBIDDEN_FUNCTIONS:
-            func = watcher.noting(func, *rules.FORBIDDEN_FUNCTIONS[func])
+            return watcher.noting(func, *rules.FORBIDDEN_FUNCTIONS[func])(*args, **(kwargs or {}))
         is_store = func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex))
         with watcher.flagged(stores_number=True) if is_store else contextlib.nullcontext():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        watcher.look_up(getattr(func, "__name__", ""), count)
+        return result
 
 
 class _Operators(TorchDispatchMode):
