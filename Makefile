@@ -16,7 +16,7 @@ python = "$${make_PYTHON:-.venv/bin/python}"
 setup = @$(if $(make_PYTHON),:,./setup.sh)
 from_make = @$(python) -m benchmarks.from_make
 
-.PHONY: help bench measure census doctor host publish sweep compare plots readme site submit test test-slow long lint format te clean
+.PHONY: help bench measure census doctor host watch publish sweep compare plots readme site submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -73,6 +73,10 @@ doctor: ## what stands against a graph of your own training STEP, each with file
 host: ## microseconds of this host's operators and graph launches, quiet and beside busy processes, in ten seconds
 	$(setup) core
 	$(from_make) host
+
+watch: ## what a graph could gain in a script as it is: make watch ARGS="-- python train.py"
+	$(setup) core
+	$(from_make) watch
 
 publish: ## copy a sealed run file, RUN=runs/..., unchanged into results/
 	$(setup) core

@@ -51,8 +51,6 @@ VARIANTS = ("eager", *WHAT)
 NAMES = {status: word for word, status in STATUS_OF.items()}
 NAMES |= {WRONG: "wrong numbers", NO_CAPTURE: "cannot be captured", NOT_MEASURED: "not measured", 1: "failed"}
 PROG = command.prog_of("measure")
-# The doctor's own words for its program, see its main.
-PROG_OF_DOCTOR = "python -m benchmarks.measure"
 DOCTOR_LIMIT_S = 300
 # The last cycle is to end after so many seconds; audits, profiles and the last check of parity take some.
 CYCLES_END_S = 101.0
@@ -77,7 +75,9 @@ print(json.dumps([list(sys.version_info[:2]), torch]))
 
 def parse(argv=None) -> argparse.Namespace:
     """Return the command line. Mistakes end the program with one line."""
-    parser = command.parser_of("measure", "Your own training step, eager against graphs.")
+    is_doctor = command.IS_INSTALLED and "--doctor" in (argv or [])
+    parser = command.parser_of("doctor" if is_doctor else "measure", "Your own training step, eager against graphs.")
+    parser.set_defaults(prog=parser.prog)
     add = parser.add_argument
     add("--step", metavar="FILE.py:BUILD", required=True, help="the file and its function build(device)")
     add("--python", metavar="PATH", help="interpreter that the step runs in; it needs torch 2.6 or newer (this one)")
@@ -216,7 +216,8 @@ def doctor(asked: Options) -> tuple[int, str, dict]:
             print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
             return 0, "", {}
         print(flush=True)
-        mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(PROG_OF_DOCTOR)]
+        prog = os.environ[step_file.PROG]
+        mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(prog)]
         if mistakes:
             print(mistakes[0], file=sys.stderr)
             return MISTAKE, "", {}
@@ -310,6 +311,7 @@ def _measure(args, told: dict) -> int:
     """The exit status; what --json says beside it goes to `told`."""
     begin_s = time.monotonic()
     asked = request(args)
+    os.environ[step_file.PROG] = args.prog
     if Path.cwd() != ROOT:
         os.environ[step_file.FOLDER] = os.getcwd()
     require_torch(launch.parse(asked).python, args.python is not None)
@@ -319,7 +321,7 @@ def _measure(args, told: dict) -> int:
     found, said, seen = (0, "", {}) if is_left_out else doctor(asked)
     if args.doctor and found < 0:
         print(
-            f"{PROG}: the doctor was ended by {signal.Signals(-found).name}, perhaps out of host memory",
+            f"{args.prog}: the doctor was ended by {signal.Signals(-found).name}, perhaps out of host memory",
             file=sys.stderr,
         )
         return 1
@@ -354,7 +356,7 @@ def _measure(args, told: dict) -> int:
 def main(argv=None) -> int:
     """Run the program; return its exit status."""
     args = parse(argv)
-    return command.exit_status(PROG, lambda: measure(args), run.FAILURES)
+    return command.exit_status(args.prog, lambda: measure(args), run.FAILURES)
 
 
 if __name__ == "__main__":

@@ -137,7 +137,11 @@ def session(args: Arguments, build):
     The exit status is that of EXIT_STATUS, 1 where the run failed, and 2 for a mistake in the arguments, which is one
     line on stderr. build: as of `Model`.
     """
-    with printed_as_text(), mistakes_in_one_line(args.model), process_group() as (device, rank, world_size):
+    with (
+        printed_as_text(),
+        mistakes_in_one_line(f"python -m {args.model}.train"),
+        process_group() as (device, rank, world_size),
+    ):
         model = Model(args, build, device, rank, world_size)
         if args.run.worker:
             from common.measuring import worker

@@ -251,8 +251,7 @@ def main(argv=None) -> int:
     Under torchrun rank 0 prints, and every rank returns 0: torchrun would tell of another one as of a crash.
     """
     words = sys.argv[1:] if argv is None else argv
-    # The program that the user has started.
-    with mistakes_in_one_line("benchmarks", "measure"):
+    with mistakes_in_one_line(os.environ.get(step_file.PROG, "python -m common.your_step.doctor")):
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")
         path, _ = step_file.split(words[0])

@@ -90,6 +90,17 @@ def test_an_installed_doctor_names_the_line(installed, project):
     assert f"{path}:{line}: host read, cannot be captured" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["doctor", "measure"])
+def test_an_installed_command_names_itself_in_mistakes_of_a_step(installed, project, name):
+    path = project / "steps" / "my_step.py"
+    path.write_text(path.read_text().replace("return step, ", "return "))
+    done = installed(project, name, "steps/my_step.py:build", "--python", sys.executable)
+    assert done.returncode == measure.MISTAKE and not done.stdout.startswith("python")
+    assert done.stderr.startswith(f"graph-worth {name}: my_step.py: build(device) returned a tuple of 2"), done.stderr
+    done = installed(project, name, "steps/my_step.py:build", "--cycles", "x")
+    assert done.returncode == measure.MISTAKE and done.stderr.startswith(f"graph-worth {name}: ")
+
+
 def test_an_installed_watch_looks_at_a_script(installed, project):
     code = "import torch\nfrom common.config import width\nmodel = torch.nn.Linear(width(), 1)\n"
     code += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(30):\n"

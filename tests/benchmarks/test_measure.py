@@ -15,6 +15,7 @@ from benchmarks.files import run_file
 from benchmarks.files.facts import OWN_STEP, Raised
 from benchmarks.pages import reasons, run_table
 from benchmarks.processes.gpus import Gpus
+from common.your_step import step_file
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run
 
@@ -333,6 +334,7 @@ def test_several_ranks_tell_their_status_in_a_file_and_a_mistake_once(tmp_path, 
     (tmp_path / "my_step.py").write_text(STEP)
     asked = measure.request(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build", "--ngpu", "2"]))
     monkeypatch.setattr(measure.subprocess, "run", ranks)
+    monkeypatch.setenv(step_file.PROG, measure.PROG)
     assert measure.doctor(asked) == found
     assert capsys.readouterr().err.count("no build") == (not found[1])
 
