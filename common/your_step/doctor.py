@@ -35,10 +35,8 @@ from common.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
 from common.your_step.modules import GraphedModules
 from common.your_step.parts import has_several_ranks
 from common.your_step.state import StepState
-from common.your_step.trial import EQUAL, Outcome, Trial
+from common.your_step.trial import Outcome, Trial
 from common.your_step.uninitialised import Filled
-
-__all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "main"]
 
 # Steps of a diagnosis, roughly.
 NUM_STEPS_IN_ALL = 80
@@ -190,7 +188,8 @@ def of_mine(state: StepState) -> Outcome:
         with torch_settings.deterministic_kernels(), contextlib.suppress(Exception):
             cause = _cause_of_mine(state)
             evidence = f"{cause}; {evidence}" if cause else evidence
-    line = user_file.made_at(state.make_mine)
+    code = getattr(state.make_mine, "__code__", None)
+    line = f":{code.co_firstlineno}" if code else ""
     said = "trains otherwise, see above" if level == WRONG else "cannot be captured, see above"
     return replace(own, text=said, finding=Finding("your capture", level, f"{state.path}{line}", evidence))
 

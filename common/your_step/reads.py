@@ -7,15 +7,15 @@ each operator. The operator that made a node of autograd has the node's sequence
 
 import contextlib
 import re
-import warnings
 
 import torch
 
 from common.capture import host_graph_rules as rules
-from common.measuring import marks, operator_table
+from common.measuring import operator_table
 from common.measuring.module_parts import MODULE, naming_modules
 from common.your_step.place import place_of, place_of_call
-from common.your_step.watch import Refused
+from common.your_step.record import Refused
+from common.your_step.watch import warnings_shown
 
 # They wait for the GPU.
 _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
@@ -26,7 +26,6 @@ _BETWEEN = ("aten::item", "aten::is_nonzero")
 _NAMES = "_assert_async histogramdd _grouped_mm embedding_renorm_ _cholesky_solve_helper"
 _ON_CPU_ALONE = {f"aten::{name}" for name in _NAMES.split()}
 _NODE = "autograd::engine::evaluate_function: "
-_ON_HOST = "on the host"
 
 
 def hidden_reads(state, index: int) -> list[Refused]:
@@ -35,10 +34,6 @@ def hidden_reads(state, index: int) -> list[Refused]:
     flags = False, False, True, False, False, torch._C._profiler._ExperimentalConfig()
     config = torch.autograd.ProfilerConfig(torch.autograd.ProfilerState.CPU, *flags)
 
-    def section(name):
-        on_host = name in marks.ON_HOST
-        return torch.profiler.record_function(_ON_HOST) if on_host else contextlib.nullcontext()
-
     def warned(message, *_):
         if "synchronizing" in str(message):
             waits.add(place_of_call().own)
@@ -46,14 +41,8 @@ def hidden_reads(state, index: int) -> list[Refused]:
     waits: set[str] = set()
     batch, has_gpu = state.batch(index), state.device.type == "cuda"
     with contextlib.ExitStack() as stack:
-        if has_gpu:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("always")
-            warnings.showwarning = warned
-            torch.cuda.set_sync_debug_mode("warn")
-            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        stack.enter_context(warnings_shown(warned))
         stack.enter_context(naming_modules(state.modules))
-        stack.enter_context(marks.opening_sections(section))
         torch.autograd._enable_profiler_legacy(config)
         try:
             state.step(batch)
@@ -88,7 +77,7 @@ def _hidden(record, before, opened, makers):
     names = [each.name() for each in opened]
     # Fused optimizers take a tensor's number of steps and learning rate, on a GPU inside of the kernel.
     is_on_cpu_alone = not _ON_CPU_ALONE.isdisjoint(names) or any(name.startswith("aten::_fused_") for name in names)
-    if is_on_cpu_alone or any(each.name() == _ON_HOST for each in before + opened):
+    if is_on_cpu_alone:
         return
     stack, module, number, node = record.stack(), _module(opened), -1, []
     if before:

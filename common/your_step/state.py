@@ -182,11 +182,7 @@ def errors_with_lines(path: Path, what: str = "the step"):
     except (CaptureError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
-        if lacks_deterministic_kernel(error):
+        # torch has no deterministic kernel for an operator, which its text alone tells.
+        if "deterministic" in str(error):
             raise
         raise ValueError(f"{user_file.where(error, path)}: {what} raised {user_file.said(error)}") from error
-
-
-def lacks_deterministic_kernel(error: BaseException) -> bool:
-    """Return whether torch, asked for deterministic kernels, has none for an operator. Its text alone tells."""
-    return "deterministic" in str(error)

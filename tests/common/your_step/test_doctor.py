@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from common.your_step import doctor
-from common.your_step.doctor import EQUAL, MODULES, UP_TO_OPTIMIZER, WHOLE, diagnose
+from common.your_step.doctor import MODULES, UP_TO_OPTIMIZER, WHOLE, diagnose
 from common.your_step.findings import NOTE, STOPS, WRONG
+from common.your_step.trial import EQUAL
 
 STEP = """
 import torch, random, threading
@@ -183,16 +184,6 @@ FOUND = {
             "# more": "count = [0]",
             "return loss": "count[0] += 1\n        if count[0] % 100 == 0:\n            model[0].weight.data.zero_()\n"
             "        return loss",
-        },
-    ),
-    "a parameter without a gradient": (
-        "unused parameter",
-        NOTE,
-        "",
-        {
-            "return loss": "return loss.detach()",
-            LOSS: LOSS + " + 0 * model[2].bias.detach().sum()",
-            "model(x)": "nn.functional.linear(model[:2](x), model[2].weight)",
         },
     ),
 }

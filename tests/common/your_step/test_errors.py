@@ -7,7 +7,7 @@ from common.capture import host_graph_rules as rules
 from common.capture.checks import CaptureError
 from common.capture.errors import explained
 from common.capture.pool import Pool
-from common.your_step import user_file, watch
+from common.your_step import record, user_file
 from common.your_step.doctor import diagnose
 from common.your_step.findings import REMEDIES, STOPS
 from common.your_step.trial import Trial
@@ -82,9 +82,9 @@ def test_each_reason_of_the_rules_has_a_kind_of_finding_with_a_remedy():
     own = {value for name, value in vars(rules).items() if name.isupper() and isinstance(value, str)}
     assert own == set(REASONS)
     # A watched step draws from any generator, and replays nothing.
-    assert own - watch.KINDS.keys() == {rules.UNKNOWN_GENERATOR, rules.GONE, rules.MOVED}
-    assert {reason for _, _, reason in rules.PATCHED} <= watch.KINDS.keys()
-    assert set(watch.KINDS.values()) <= REMEDIES.keys()
+    assert own - record.KINDS.keys() == {rules.UNKNOWN_GENERATOR, rules.GONE, rules.MOVED}
+    assert {reason for _, _, reason in rules.PATCHED} <= record.KINDS.keys()
+    assert set(record.KINDS.values()) <= REMEDIES.keys()
 
 
 def test_an_error_of_a_host_graph_carries_reason_and_place():
