@@ -105,9 +105,8 @@ class Diagnosis:
     def text(self) -> str:
         """Return the diagnosis as it is printed."""
         stands = any(finding.level != NOTE for finding in self.findings)
-        lines = ([] if stands else ["Nothing stands against a graph."]) + [
-            each.text(self.names) for each in self.findings
-        ]
+        lines = [] if stands else ["Nothing stands against a graph."]
+        lines += [each.text(self.names) for each in self.findings]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
         return "\n".join(lines)
 
@@ -123,10 +122,10 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with Filled(0.0):
         state = StepState(text, device, "the doctor")
-    minutes = NUM_STEPS_IN_ALL * state.step_s / 60
-    if minutes > 1 and os.environ.get("RANK", "0") == "0":
+    seconds = NUM_STEPS_IN_ALL * state.step_s
+    if seconds > 60 and os.environ.get("RANK", "0") == "0":
         takes = f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}"
-        print(f"{takes}: about {minutes:.0f} minutes", flush=True)
+        print(f"{takes}: about {seconds:.0f} s", flush=True)
     found = _without_mine(state)
     if state.make_mine is not None:
         own = of_mine(state)
