@@ -215,7 +215,8 @@ def doctor(asked: Options) -> tuple[int, str, dict]:
         except subprocess.TimeoutExpired:
             print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
             return 0, "", {}
-        print(flush=True)
+        if done.returncode != MISTAKE:
+            print(flush=True)
         prog = os.environ[step_file.PROG]
         mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(prog)]
         if mistakes:

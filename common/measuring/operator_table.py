@@ -65,7 +65,7 @@ class Row:
 
     Attributes:
         is_held: a graph holds every sample that was tried.
-        is_refused: a graph holds none of them.
+        is_refused: a graph holds none of them, or replays all wrongly.
         text: what stands against it, in words, where something does.
     """
 
@@ -90,10 +90,12 @@ def _row(outcomes: list[dict], file: dict) -> Row:
     against = [own for own in outcomes if own["outcome"] in AGAINST]
     if not against:
         return Row(is_held=True, is_refused=False)
-    samples, why = meaning_of(against[0]["why"])
+    outcome, (samples, why) = against[0]["outcome"], meaning_of(against[0]["why"])
     number, _, total = samples.partition(" of ")
-    said = f"{why} in {samples} samples, torch {file['torch']} on {file['gpu']}"
-    return Row(is_held=False, is_refused=against == outcomes and number == total, text=said)
+    said = {"crashed": "ends the process", "wrong": f"replays {why}"}.get(outcome, why)
+    said += f" in {samples} samples" if samples else ""
+    text = f"{said}, torch {file['torch']} on {file['gpu']}"
+    return Row(is_held=False, is_refused=against == outcomes and number == total, text=text)
 
 
 def row_of(name: str, kind: str = "forward") -> Row | None:

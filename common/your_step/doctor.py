@@ -146,7 +146,9 @@ def _without_mine(state) -> Diagnosis:
         failed = [outcome.finding for outcome in outcomes if outcome.finding]
         found.outcomes = {WHOLE.title: outcomes[0].text, UP_TO_OPTIMIZER.title: outcomes[1].text}
         is_stopped = any(finding.level == STOPS for finding in [*found.findings, *failed[:1]])
-        if is_stopped and not has_several_ranks():
+        # A GPU may be spoiled by a capture that failed.
+        is_spoiled = bool(failed) and state.device.type == "cuda"
+        if is_stopped and not is_spoiled and not has_several_ranks():
             (parts,) = _tried(trial, found.findings, MODULES)
             found.outcomes[MODULES.title] = f"{parts.text}: {parts.captured}" if parts.is_equal else parts.text
     levels = {finding.level for finding in found.findings}

@@ -10,7 +10,7 @@ from common.your_step.place import Place
 WAITS = "waits for the GPU"
 A_CUDA_OPERATION = "a CUDA operation"
 PINS = "allocates pinned memory"
-BY_TABLE = "is refused by a graph"
+BY_TABLE = "is held by no graph"
 COPIES_TO_HOST = "copies to the host, which waits for the GPU"
 # Reason -> kind of finding.
 KINDS = {

@@ -90,7 +90,7 @@ def test_an_installed_doctor_names_the_line(installed, project):
     line = path.read_text().splitlines().index("        return loss.item()") + 1
     assert f"{path}:{line}: host read, cannot be captured" in done.stdout
     # By the table of operators, which the wheel has, too.
-    assert "linalg_lu_factor is refused by a graph: it waits for the GPU in 4 of 4 samples" in done.stdout
+    assert "linalg_lu_factor is held by no graph: it waits for the GPU in 4 of 4 samples" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["doctor", "measure"])

@@ -163,11 +163,15 @@ def test_the_table_is_looked_up_by_the_names_of_aten(tmp_path):
     why = "4 of 4 samples: CUDA error: operation not permitted when stream is capturing"
     refused, held, some = ({"forward": {"outcome": o, "why": w}} for o, w in (("refused", why), ("held", ""), SOME))
     rows = {"linalg.inv": refused, "max.binary": held, "max.reduction": held, "norm": held, "norm.nuc": refused}
+    rows |= {"frozen": {"forward": {"outcome": "wrong", "why": "2 of 2 samples: other values than eager's"}}}
+    rows |= {"dies": {"forward": {"outcome": "crashed", "why": "its process ended with status 9"}}}
     put(tmp_path, "a.json", operators=rows | {"masked.sum": some, "sum": held, "clone": {"forward": NOT_TRIED}})
     found = {name: row for (name, kind), row in operator_table.rows(tmp_path).items() if kind == "forward"}
     assert {name for name, row in found.items() if row.is_held} == {"max", "sum"}
-    assert {name for name, row in found.items() if row.is_refused} == {"linalg_inv"}
-    assert found.keys() == {"linalg_inv", "max", "norm", "masked_sum", "sum"}
+    assert {name for name, row in found.items() if row.is_refused} == {"linalg_inv", "frozen", "dies"}
+    assert found.keys() == {"linalg_inv", "max", "norm", "masked_sum", "sum", "frozen", "dies"}
+    assert found["frozen"].text.startswith("replays other values than eager's in 2 of 2 samples, torch")
+    assert found["dies"].text == "ends the process, torch 2.11.0 on NVIDIA H200"
     assert found["linalg_inv"].text == "waits for the GPU in 4 of 4 samples, torch 2.11.0 on NVIDIA H200"
 
 
