@@ -16,7 +16,7 @@ python = "$${make_PYTHON:-.venv/bin/python}"
 setup = @$(if $(make_PYTHON),:,./setup.sh)
 from_make = @$(python) -m benchmarks.from_make
 
-.PHONY: help bench measure census doctor host publish sweep compare plots readme site submit test test-slow long lint format te clean
+.PHONY: help bench measure census doctor host watch publish sweep compare plots readme site submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -28,8 +28,8 @@ help: ## this list
 	@echo
 	@echo "models: $(models)"
 
-# MODEL      ## bench, sweep, submit, doctor, compare: folder, as in MODEL=gpt3; bench, census, submit: a,b; bench: all
-# PRESET     ## bench, census, sweep, submit, doctor: tiny, bench, or another of the model's (bench on a GPU, else tiny)
+# MODEL      ## bench, sweep, submit, compare: folder, as in MODEL=gpt3; bench, census, submit: a,b; bench: all
+# PRESET     ## bench, census, sweep, submit: tiny, bench, or another of the model's (bench on a GPU, else tiny)
 # VARIANTS   ## bench, measure, submit: some of the model's, as in VARIANTS=eager,graph_step, or all (the headline ones)
 # CYCLES     ## bench, measure, census, sweep, submit: number of cycles (8; tiny: 3; census: 4), or auto: until +-0.5 %
 # MINUTES    ## bench, measure, submit: go on with cycles so long; census, sweep, submit with OVER: start nothing late
@@ -66,13 +66,17 @@ census: ## eager and one graph of eight workloads in eight minutes: a host more 
 	$(setup) core
 	$(from_make) census
 
-doctor: ## what stands against a graph of your own training STEP, or of MODEL's, each with file and line
+doctor: ## what stands against a graph of your own training STEP, each with file and line
 	@./setup.sh core
 	@.venv/bin/python -m benchmarks.from_make doctor || { status=$$?; [ $$status -ge 3 ] && [ $$status -le 8 ]; }
 
 host: ## microseconds of this host's operators and graph launches, quiet and beside busy processes, in ten seconds
 	$(setup) core
 	$(from_make) host
+
+watch: ## what a graph could gain in a script as it is: make watch ARGS="-- python train.py"
+	$(setup) core
+	$(from_make) watch
 
 publish: ## copy a sealed run file, RUN=runs/..., unchanged into results/
 	$(setup) core

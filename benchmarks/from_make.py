@@ -28,6 +28,7 @@ TARGETS = {
     "census": (["benchmarks.census"], MEASURE),
     "doctor": (["benchmarks.measure", "--doctor"], MEASURE),
     "host": (["benchmarks.host"], MEASURE),
+    "watch": (["benchmarks.watch"], ()),
     "publish": (["benchmarks.publish", "RUN"], TABLES),
     "sweep": (["benchmarks.sweep"], MEASURE),
     "submit": (["benchmarks.submit"], TABLES),

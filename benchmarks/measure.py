@@ -3,7 +3,6 @@
     python -m benchmarks.measure --step my_step.py:build
     python -m benchmarks.measure --step my_step.py:build --quick          issue and busy alone, in half a minute
     python -m benchmarks.measure --step my_step.py:build --doctor         what stands against a graph, with lines
-    python -m benchmarks.measure --model rnnt --doctor                    the same of a model of this repository
     python -m benchmarks.measure --step my_step.py:build --python PATH    the step runs in that interpreter
     python -m benchmarks.measure --step my_step.py:build --json           the verdict as JSON; all else on stderr
 
@@ -17,7 +16,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import ROOT, command, run, script, statistics
+from benchmarks import ROOT, command, run, statistics
 from benchmarks.ask import Options
 from benchmarks.command import Mistake, amount, count, positive
 from benchmarks.files import facts
@@ -53,8 +51,6 @@ VARIANTS = ("eager", *WHAT)
 NAMES = {status: word for word, status in STATUS_OF.items()}
 NAMES |= {WRONG: "wrong numbers", NO_CAPTURE: "cannot be captured", NOT_MEASURED: "not measured", 1: "failed"}
 PROG = command.prog_of("measure")
-# The doctor's own words for its program, see its main.
-PROG_OF_DOCTOR = "python -m benchmarks.measure"
 DOCTOR_LIMIT_S = 300
 # The last cycle is to end after so many seconds; audits, profiles and the last check of parity take some.
 CYCLES_END_S = 101.0
@@ -79,12 +75,11 @@ print(json.dumps([list(sys.version_info[:2]), torch]))
 
 def parse(argv=None) -> argparse.Namespace:
     """Return the command line. Mistakes end the program with one line."""
-    parser = command.parser_of("measure", "Your own training step, eager against graphs.")
+    is_doctor = command.IS_INSTALLED and "--doctor" in (argv or [])
+    parser = command.parser_of("doctor" if is_doctor else "measure", "Your own training step, eager against graphs.")
+    parser.set_defaults(prog=parser.prog)
     add = parser.add_argument
-    of = parser.add_mutually_exclusive_group(required=True)
-    of.add_argument("--step", metavar="FILE.py:BUILD", help="the file and its function build(device)")
-    of.add_argument("--model", metavar="NAME", help=f"with --doctor: one of {', '.join(script.models())}")
-    add("--preset", metavar="NAME", help="with --model: bench where a GPU is found, else tiny")
+    add("--step", metavar="FILE.py:BUILD", required=True, help="the file and its function build(device)")
     add("--python", metavar="PATH", help="interpreter that the step runs in; it needs torch 2.6 or newer (this one)")
     add("--doctor", action="store_true", help="only say what stands against a graph of it")
     add("--quick", action="store_true", help="issue and busy of the eager step alone")
@@ -99,14 +94,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")
     add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
     add("--out", metavar="DIR", help="root of the runs (runs)")
-    args = parser.parse_args(argv)
-    if args.model is not None and not args.doctor:
-        parser.error("--model is looked at by --doctor; python -m benchmarks.run --model measures it")
-    if args.model is not None and args.ngpu > 1:
-        parser.error("--model is looked at in one process, without --ngpu")
-    if args.preset is not None and args.model is None:
-        parser.error("--preset is one of a model's, and takes --model")
-    return args
+    return parser.parse_args(argv)
 
 
 def named_step(step: str) -> tuple[str, list[str]]:
@@ -227,8 +215,10 @@ def doctor(asked: Options) -> tuple[int, str, dict]:
         except subprocess.TimeoutExpired:
             print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
             return 0, "", {}
-        print(flush=True)
-        mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(PROG_OF_DOCTOR)]
+        if done.returncode != MISTAKE:
+            print(flush=True)
+        prog = os.environ[step_file.PROG]
+        mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(prog)]
         if mistakes:
             print(mistakes[0], file=sys.stderr)
             return MISTAKE, "", {}
@@ -263,17 +253,6 @@ def _check_root(asked: Options) -> None:
         raise Mistake(f"--out {asked.out}: {error.strerror}") from None
     if not os.access(root, os.W_OK | os.X_OK):
         raise Mistake(f"--out {root}: nothing can be written there")
-
-
-def doctor_of_model(args: argparse.Namespace) -> int:
-    """Let a model's script say what stands against a graph of its step; return its exit status."""
-    model = script.find_model(args.model)
-    preset = args.preset or ("bench" if gpus.find_gpus().names else "tiny")
-    python = shutil.which(args.python or sys.executable)
-    if python is None:
-        raise Mistake(f"--python {args.python}: no such command")
-    words = [os.path.abspath(python), "-m", f"{model}.train", "--preset", preset, "--doctor"]
-    return subprocess.run(words, cwd=ROOT, check=False).returncode
 
 
 def require_torch(python: str, is_named: bool) -> None:
@@ -332,9 +311,8 @@ def measure(args: argparse.Namespace) -> int:
 def _measure(args, told: dict) -> int:
     """The exit status; what --json says beside it goes to `told`."""
     begin_s = time.monotonic()
-    if args.model is not None:
-        return doctor_of_model(args)
     asked = request(args)
+    os.environ[step_file.PROG] = args.prog
     if Path.cwd() != ROOT:
         os.environ[step_file.FOLDER] = os.getcwd()
     require_torch(launch.parse(asked).python, args.python is not None)
@@ -344,7 +322,7 @@ def _measure(args, told: dict) -> int:
     found, said, seen = (0, "", {}) if is_left_out else doctor(asked)
     if args.doctor and found < 0:
         print(
-            f"{PROG}: the doctor was ended by {signal.Signals(-found).name}, perhaps out of host memory",
+            f"{args.prog}: the doctor was ended by {signal.Signals(-found).name}, perhaps out of host memory",
             file=sys.stderr,
         )
         return 1
@@ -379,7 +357,7 @@ def _measure(args, told: dict) -> int:
 def main(argv=None) -> int:
     """Run the program; return its exit status."""
     args = parse(argv)
-    return command.exit_status(PROG, lambda: measure(args), run.FAILURES)
+    return command.exit_status(args.prog, lambda: measure(args), run.FAILURES)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ class Run:
     record: str = option("", "write what came of it as JSON", metavar="PATH")
     mllog: str = option("", "write :::MLLOG lines of the run (-: to stdout)", metavar="PATH")
     profile: str = option("", "time nothing, trace a few steps for a viewer (.json)", metavar="PATH")
-    doctor: bool = option(False, "train nothing, only say what stands against a graph of the eager step, with lines")
     worker: str = option("", "used by make bench: do what the process that listens here says", metavar="SOCKET")
 
     def __post_init__(self):
@@ -191,19 +190,19 @@ def _add_flags(parser, owner, prefix="", shown=None):
 
 
 @contextlib.contextmanager
-def mistakes_in_one_line(model, command="train"):
+def mistakes_in_one_line(prog: str):
     """A ValueError that leaves this block becomes one line on stderr and exit status 2, as a mistake in a flag does.
 
-    Ctrl-C becomes one line and 130.
+    Ctrl-C becomes one line and 130. prog: the command that the user has typed, which begins the line.
     """
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\npython -m {model}.{command}: stopped", file=sys.stderr)
+        print(f"\n{prog}: stopped", file=sys.stderr)
         sys.exit(130)
     except ValueError as error:
         # In one write: ranks share what they print to.
-        sys.stderr.write(f"python -m {model}.{command}: {printable(error)}\n")
+        sys.stderr.write(f"{prog}: {printable(error)}\n")
         sys.exit(2)
 
 

@@ -291,13 +291,13 @@ def parse(
 
     A config that has require_ranks(world_size) raises a ValueError there where this process's ranks do not fit.
     """
-    with command_line.mistakes_in_one_line(model):
+    with command_line.mistakes_in_one_line(f"python -m {model}.train"):
         found = scan([f"{model}.train", *(f"{model}.{each}" for each in files)])
         if argv is None:
             _alias_main(model)
     require = facts.pop("require", None)
     args = command_line.parse(model, config_class, presets, found, argv, about(found, builds) | facts)
-    with command_line.mistakes_in_one_line(model):
+    with command_line.mistakes_in_one_line(f"python -m {model}.train"):
         if argv is None and hasattr(args.config, "require_ranks"):
             args.config.require_ranks(int(os.environ.get("WORLD_SIZE", "1")))
         if require is not None:

@@ -135,9 +135,13 @@ def session(args: Arguments, build):
     """Build, make the variant, and give (run, log) to the script's loop; then exit.
 
     The exit status is that of EXIT_STATUS, 1 where the run failed, and 2 for a mistake in the arguments, which is one
-    line on stderr. With --doctor it is the doctor's. build: as of `Model`.
+    line on stderr. build: as of `Model`.
     """
-    with printed_as_text(), mistakes_in_one_line(args.model), process_group() as (device, rank, world_size):
+    with (
+        printed_as_text(),
+        mistakes_in_one_line(f"python -m {args.model}.train"),
+        process_group() as (device, rank, world_size),
+    ):
         model = Model(args, build, device, rank, world_size)
         if args.run.worker:
             from common.measuring import worker
@@ -146,12 +150,6 @@ def session(args: Arguments, build):
             # The harness makes the steps.
             yield None, SimpleNamespace(steps=tuple)
             status = "pass"
-        elif args.run.doctor:
-            from common.your_step import of_model
-
-            if world_size > 1:
-                raise ValueError("--doctor looks at one process: start it without torchrun")
-            sys.exit(of_model.run(model, f"python -m {args.model}.train"))
         else:
             status = (yield from by_hand.run(model))["status"]
     # At its end Python would look through all that was imported, which takes a second.

@@ -1,6 +1,9 @@
 """examples/steps: training steps of other projects, and what the doctor says of each at toy size."""
 
 import importlib.util
+import json
+import math
+import subprocess
 import sys
 
 import pytest
@@ -15,6 +18,7 @@ ALIKE, WHOLE_IS_WRONG, NO_CAPTURE = set(), {WRONG}, {STOPS}
 STEPS = {
     "nanogpt": ALIKE,
     "llama_debug": WHOLE_IS_WRONG,
+    "llama_1b": ALIKE,
     "muon": ALIKE,
     "rssm": ALIKE,
     "spiking": ALIKE,
@@ -44,6 +48,35 @@ def losses_of_replicas_and_shards():
         torch.manual_seed(7)  # of dropout
         found.append([step(batch).item() for batch in batches[:5]])
     return found
+
+
+def losses_of_act():
+    """Return the losses of five steps of this rank, and a parameter after them."""
+    sys.path.insert(0, str(ROOT / "examples" / "steps"))
+    import act_ranks
+
+    step, batches, (model, _) = act_ranks.build(torch.device("cpu"))
+    return [step(batch).item() for batch in batches[:5]], model.module.head.weight.flatten().tolist()
+
+
+def test_act_trains_replicas_on_two_ranks():
+    (first, weight), (second, other) = gloo_ranks.run("tests.test_example_steps", "losses_of_act", 2)
+    assert weight == other and first != second
+    assert all(map(math.isfinite, first + second))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "graph"), [("llama_1b", "1", "graph_step"), ("act_ranks", "2", "graph_modules")]
+)
+def test_a_step_ends_in_a_verdict_by_the_users_command(tmp_path, name, ranks, graph):
+    words = ["--step", f"examples/steps/{name}.py:build", "--out", str(tmp_path), "--ngpu", ranks, "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.measure", *words], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    told = json.loads(done.stdout)
+    assert told["verdict"] == "not measured" and done.returncode == 8, done.stderr
+    assert graph in told["variants"], done.stderr
 
 
 def test_replicas_and_shards_of_nanogpt_train_alike_on_two_ranks():

@@ -95,9 +95,15 @@ _KNOWN = (
         "compile around the checkpoint, the whole module, or compile such blocks with mode='default'",
     ),
     (
-        r"pending, uninvoked backwards",
+        # The second text is that of torch 2.13.
+        r"pending, uninvoked backwards|outputs from a previous step still require backward",
         "torch.compile replays none of its graphs while an earlier forward pass waits for its backward pass",
         "torch.no_grad() around passes without a backward; torch.compiler.cudagraph_mark_step_begin() before a step",
+    ),
+    (
+        r"gradient tensor output of CUDAGraphs that has been overwritten",
+        "a gradient that is added up was allocated by a graph of torch.compile, and its next replay overwrites it",
+        "zero_grad() before each backward pass; or make .grad in an eager step, and keep it: set_to_none=False",
     ),
     (
         r"output of CUDAGraphs that has been overwritten",

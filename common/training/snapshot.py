@@ -117,6 +117,11 @@ class Snapshot:
             states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
         return states + [(generator.set_state, generator.get_state()) for generator in self._generators]
 
+    def has_drawn(self) -> bool:
+        """Return whether torch has drawn random numbers since, and none were put back."""
+        states = zip(self._random, self._random_states(), strict=True)
+        return any(isinstance(was, torch.Tensor) and not torch.equal(was, now) for (_, was), (_, now) in states)
+
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters of what training changes."""

@@ -1,7 +1,7 @@
 """Two steps, operator by operator: where they part, in words and with a place."""
 
 from common.your_step.place import Place
-from common.your_step.watch import Operator
+from common.your_step.record import Operator
 
 
 def first_difference(a: list[Operator], b: list[Operator]) -> tuple[Operator, Operator | None] | None:
@@ -30,11 +30,6 @@ def place(mine: Operator, theirs: Operator | None) -> Place:
         return mine.place
     first, second = sorted((mine.place, theirs.place), key=lambda each: _line_number(each.own))
     return first if first.own.rpartition(":")[0] == second.own.rpartition(":")[0] else mine.place
-
-
-def equal(a, b) -> bool:
-    """Return whether numbers are equal; a NaN is equal to a NaN."""
-    return a == b or repr(a) == repr(b)
 
 
 def short(name: object) -> str:

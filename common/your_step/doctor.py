@@ -23,22 +23,20 @@ import torch
 from common.config import mistakes_in_one_line
 from common.files import write_text
 from common.machine.memory import explain_oom
-from common.measuring import idle, torch_settings
-from common.measuring.module_parts import is_inside, shown
+from common.measuring import torch_settings
+from common.measuring.module_parts import shown
 from common.text import lines
 from common.training.parallel import collectives
 from common.variant import Capture, complete_variant
-from common.your_step import bisect, memory, pace, parity, ranks, step_file, user_file
+from common.your_step import parity, ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
 from common.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
+from common.your_step.modules import GraphedModules
 from common.your_step.parts import has_several_ranks
 from common.your_step.state import StepState
-from common.your_step.trial import EQUAL, Outcome, Trial
+from common.your_step.trial import Outcome, Trial
 from common.your_step.uninitialised import Filled
-from common.your_step.watch import Watched
-
-__all__ = ["EQUAL", "Diagnosis", "Graph", "diagnose", "diagnosed", "main"]
 
 # Steps of a diagnosis, roughly.
 NUM_STEPS_IN_ALL = 80
@@ -56,13 +54,11 @@ class Graph:
     Attributes:
         make: make(state) captures it.
         outside: kinds of findings that concern what it leaves eager.
-        reference: the eager step that it is compared with, where it is not the state's.
     """
 
     title: str
     make: Callable
     outside: tuple[str, ...] = ()
-    reference: Callable[[int], None] | None = None
 
 
 def making(kind):
@@ -77,6 +73,8 @@ def making(kind):
 
 WHOLE = Graph("graph of the whole step", making(GraphedStep))
 UP_TO_OPTIMIZER = Graph("graph up to the optimizer", making(GraphedForwardBackward), _OF_OPTIMIZER)
+# What stands against one of the whole step lies in no module that it captures.
+MODULES = Graph("graphs of modules", making(GraphedModules), tuple(REMEDIES))
 # What stands against our captures need not stand against the user's own.
 MINE = Graph("your capture", making(Mine), tuple(REMEDIES))
 
@@ -87,11 +85,6 @@ class Diagnosis:
 
     Attributes:
         outcomes: title of each graph -> its result in one line.
-        alone: modules captured one by one; None where the whole step can be captured.
-        parts: the largest modules that can be captured, with their share of the time that the GPU waits, without a GPU
-            of the forward pass's operators; the largest first.
-        pace: whether the step is bound by its launches; "" on a CPU.
-        memory: the graph's predicted memory beside the free one; "" on a CPU.
         whole_is_right: a graph of the whole step trains as eager does.
         has_mine: the file hands over a capture of its own.
         names: path of a module -> name to print, where it is another one.
@@ -99,11 +92,6 @@ class Diagnosis:
 
     findings: list[Finding] = field(default_factory=list)
     outcomes: dict[str, str] = field(default_factory=dict)
-    alone: bisect.Alone | None = None
-    parts: list[tuple[str, float]] = field(default_factory=list)
-    waits: idle.Idle | None = None
-    pace: str = ""
-    memory: str = ""
     whole_is_right: bool = False
     has_mine: bool = False
     names: dict[str, str] = field(default_factory=dict)
@@ -117,29 +105,10 @@ class Diagnosis:
     def text(self) -> str:
         """Return the diagnosis as it is printed."""
         stands = any(finding.level != NOTE for finding in self.findings)
-        lines = [self.pace] if self.pace else []
-        lines += ([] if stands else ["Nothing stands against a graph."]) + [
-            each.text(self.names) for each in self.findings
-        ]
+        lines = [] if stands else ["Nothing stands against a graph."]
+        lines += [each.text(self.names) for each in self.findings]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
-        lines += [self.memory] if self.memory else []
-        return "\n".join([*lines, *self._plan()])
-
-    def _plan(self):
-        """Lines on what can be captured of a step that cannot be captured as a whole."""
-        if self.alone is None:
-            return
-        yield self.alone.text(self.names)
-        if not self.parts:
-            return
-        plan = ", then ".join(f"{self.names.get(name, name)} {100 * share:.0f} %" for name, share in self.parts)
-        if self.waits is None:
-            yield "plan: the largest modules that can be captured, each with its share of the forward pass's operators;"
-            yield f"the time that the GPU waits was not measured: {plan}"
-        else:
-            yield f"the GPU waits in {100 * self.waits.of_step:.0f} % of an eager step, under the profiler"
-            yield "plan: the largest modules that can be captured, with shares of that time, forward and backward:"
-            yield plan
+        return "\n".join(lines)
 
 
 def diagnose(text: str, device: torch.device) -> Diagnosis:
@@ -148,14 +117,16 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
     Raises:
         ValueError: the file cannot be used, or its step fails eagerly.
     """
-    prepare(device)
+    if device.type == "cuda":
+        # cuBLAS is deterministic with it alone.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with Filled(0.0):
         state = StepState(text, device, "the doctor")
-    minutes = NUM_STEPS_IN_ALL * state.step_s / 60
-    if minutes > 1 and os.environ.get("RANK", "0") == "0":
+    seconds = NUM_STEPS_IN_ALL * state.step_s
+    if seconds > 60 and os.environ.get("RANK", "0") == "0":
         takes = f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}"
-        print(f"{takes}: about {minutes:.0f} minutes", flush=True)
-    found = diagnosed(state, [WHOLE, UP_TO_OPTIMIZER])
+        print(f"{takes}: about {seconds:.0f} s", flush=True)
+    found = _without_mine(state)
     if state.make_mine is not None:
         own = of_mine(state)
         found.has_mine, found.outcomes[MINE.title] = True, own.text
@@ -163,45 +134,32 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
     return found
 
 
-def prepare(device: torch.device) -> None:
-    """Set what the trainings need to be equal, before anything runs on the device."""
-    if device.type == "cuda":
-        # cuBLAS is deterministic with it alone.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
-    """Return the diagnosis of a step from its state and the graphs to try."""
+def _without_mine(state) -> Diagnosis:
     with _one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
         eager = EagerSteps(state)
         found = Diagnosis(findings=list(eager.findings()), names=shown(state.modules))
-        found.pace = pace.measured(state)
-        found.memory, full = memory.predicted(state, eager.peak_bytes)
-        found.findings += full
         if has_several_ranks():
             found.findings = ranks.merged(found.findings) + ranks.parting(state, eager.first)
         is_known = any(finding.level == WRONG for finding in found.findings)
-        if any(finding.level == STOPS for finding in found.findings):
-            # Before captures, which may spoil the process.
-            found.waits = idle.measured(state)
-            state.reset()
-        changes_host = ranks.first(is_known or bool(eager.host_values()))
-        outcomes = _tried(state, changes_host, found.findings, graphs)
+        trial = Trial(state, ranks.first(is_known or bool(eager.host_values())))
+        outcomes = _tried(trial, found.findings, WHOLE, UP_TO_OPTIMIZER)
         failed = [outcome.finding for outcome in outcomes if outcome.finding]
-        if any(finding.level == STOPS for finding in [*found.findings, *failed[:1]]):
-            _bisect(state, found, eager.watched)
-    found.outcomes = {graph.title: outcome.text for graph, outcome in zip(graphs, outcomes, strict=True)}
+        found.outcomes = {WHOLE.title: outcomes[0].text, UP_TO_OPTIMIZER.title: outcomes[1].text}
+        is_stopped = any(finding.level == STOPS for finding in [*found.findings, *failed[:1]])
+        # A GPU may be spoiled by a capture that failed.
+        is_spoiled = bool(failed) and state.device.type == "cuda"
+        if is_stopped and not is_spoiled and not has_several_ranks():
+            (parts,) = _tried(trial, found.findings, MODULES)
+            found.outcomes[MODULES.title] = f"{parts.text}: {parts.captured}" if parts.is_equal else parts.text
     levels = {finding.level for finding in found.findings}
-    found.whole_is_right = WHOLE in graphs and outcomes[0].is_equal
-    if found.whole_is_right or (WHOLE not in graphs and any(outcome.is_equal for outcome in outcomes)):
+    found.whole_is_right = outcomes[0].is_equal
+    if found.whole_is_right:
         # Its numbers are eager's: what changes on the host does not matter.
-        noted, kept = _HARMLESS if state.text else (), []
-        for each in found.findings:
-            if each.level == WRONG and each.kind in noted:
-                each = replace(each, level=NOTE)
-            if each.level in (NOTE, STOPS) or each.kind not in eager.suspects:
-                kept.append(each)
-        found.findings = kept
+        found.findings = [
+            replace(each, level=NOTE) if each.level == WRONG and each.kind in _HARMLESS else each
+            for each in found.findings
+            if each.level in (NOTE, STOPS) or each.kind in _HARMLESS or each.kind not in eager.suspects
+        ]
     elif failed and (failed[0].kind == "wrong copy" or levels.isdisjoint((failed[0].level, STOPS))):
         # The findings do not explain it.
         found.findings += [failed[0], *(ranks.merged(eager.host_values()) if failed[0].level == WRONG else [])]
@@ -209,30 +167,18 @@ def diagnosed(state: StepState, graphs: list[Graph]) -> Diagnosis:
     return found
 
 
-def _tried(state, changes_host, findings, graphs) -> list[Outcome]:
+def _tried(trial: Trial, findings, *graphs: Graph) -> list[Outcome]:
     """The outcomes of graphs."""
     # On a GPU a capture that fails keeps its memory and may spoil the process.
-    on_gpu = state.device.type == "cuda"
+    on_gpu = trial.state.device.type == "cuda"
     stops = [each for each in findings if each.level == STOPS and (on_gpu or each.is_hidden)]
-
-    def outcomes(is_exact):
-        trials = {graph.reference: Trial(state, changes_host, is_exact, graph.reference) for graph in graphs}
-        return [
-            trials[graph.reference].of(graph.make, [each for each in stops if each.kind not in graph.outside])
-            for graph in graphs
-        ]
-
-    with torch_settings.deterministic_kernels():
-        found = outcomes(is_exact=True)
-    if any(outcome.lacks_kernel for outcome in found):
-        # Two eager trainings say how much is noise.
-        found = outcomes(is_exact=False)
-    return found
+    with torch_settings.deterministic_kernels(where_there_are=True):
+        return [trial.of(graph.make, [each for each in stops if each.kind not in graph.outside]) for graph in graphs]
 
 
 def of_mine(state: StepState) -> Outcome:
     """Return how the user's own capture goes; where it trains otherwise, the cause if it is a known one."""
-    (own,) = _tried(state, False, [], [MINE])
+    (own,) = _tried(Trial(state, changes_host=False), [], MINE)
     if own.is_equal:
         return own
     if own.finding is None and state.device.type == "cpu":
@@ -243,7 +189,8 @@ def of_mine(state: StepState) -> Outcome:
         with torch_settings.deterministic_kernels(), contextlib.suppress(Exception):
             cause = _cause_of_mine(state)
             evidence = f"{cause}; {evidence}" if cause else evidence
-    line = user_file.made_at(state.make_mine)
+    code = getattr(state.make_mine, "__code__", None)
+    line = f":{code.co_firstlineno}" if code else ""
     said = "trains otherwise, see above" if level == WRONG else "cannot be captured, see above"
     return replace(own, text=said, finding=Finding("your capture", level, f"{state.path}{line}", evidence))
 
@@ -258,7 +205,7 @@ def _cause_of_mine(state: StepState) -> str:
 
     def is_like(make_step):
         # Of all ranks, or they would make other steps.
-        return not ranks.first(parity.difference(mine, mine, parity.course(state, make_step), names) is not None)
+        return not ranks.first(parity.difference(mine, mine, parity.course(state, make_step), names))
 
     def frozen(values):
         def step(index):
@@ -298,58 +245,13 @@ def _one_hot_as_on_gpu():
         yield
 
 
-# ------------------------------------------------------------------------------------------------
-# Parts
-
-
-def _bisect(state: StepState, found: Diagnosis, steps: list[Watched]) -> None:
-    """Find the smallest modules that fail alone, and the largest ones that do not and that keep their shapes."""
-    on_gpu = state.device.type == "cuda"
-    if has_several_ranks() or (on_gpu and not state.text):
-        return  # a child process can build neither a rank nor a model of the suite
-    found.alone = bisect.alone(state, in_children=on_gpu)
-    bad = {refused.place.module for refused in steps[0].refused if refused.place.module} | found.alone.bad
-    bad |= _changing(steps)
-    inside = [operator.place.module for operator in steps[0].operators if operator.place.module]
-
-    def share(path):
-        if found.waits is not None:
-            return found.waits.inside(path)
-        return sum(is_inside(name, path) for name in inside) / len(inside)
-
-    parts = [part for module in state.modules for part in _largest("", module, bad, set(inside))]
-    found.parts = sorted(((path, share(path)) for path in parts), key=lambda part: -part[1])
-
-
-def _changing(steps: list[Watched]) -> set[str]:
-    """Paths of modules whose operators or shapes change from step to step."""
-    seen: list[dict[str, list]] = []
-    for watched in steps:
-        seen.append({})
-        for each in watched.operators:
-            seen[-1].setdefault(each.place.module, []).append((each.name, each.shapes))
-    return {path for path in seen[0] if path and any(each.get(path) != seen[0][path] for each in seen[1:])}
-
-
-def _largest(path, module, bad, called):
-    """Paths of the largest modules that run and have nothing bad inside."""
-    if not any(is_inside(name, path) for name in called):
-        return
-    if path and not any(is_inside(name, path) for name in bad):
-        yield path
-        return
-    for name, child in module.named_children():
-        yield from _largest(f"{path}.{name}" if path else name, child, bad, called)
-
-
 def main(argv=None) -> int:
     """Print the diagnosis of the step that the command line names; return the exit status.
 
     Under torchrun rank 0 prints, and every rank returns 0: torchrun would tell of another one as of a crash.
     """
     words = sys.argv[1:] if argv is None else argv
-    # The program that the user has started.
-    with mistakes_in_one_line("benchmarks", "measure"):
+    with mistakes_in_one_line(os.environ.get(step_file.PROG, "python -m common.your_step.doctor")):
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")
         path, _ = step_file.split(words[0])

@@ -6,7 +6,6 @@ replay gets wrong.
 """
 
 import itertools
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,20 +13,20 @@ import torch
 
 from common.capture import host_graph_rules as rules
 from common.capture.errors import explained
-from common.machine.allocator import has_expandable_segments, nccl_registers
+from common.measuring import operator_table
 from common.training.snapshot import storage_id
-from common.your_step import compare, host_values, memory, ranks
+from common.your_step import compare, handed_over, host_values, ranks
 from common.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
-from common.your_step.parts import changing_values, tensors_in
+from common.your_step.parts import tensors_in
 from common.your_step.place import STEPPED, Place
 from common.your_step.reads import hidden_reads
+from common.your_step.record import A_CUDA_OPERATION, BY_TABLE, KINDS, Watched
 from common.your_step.source import Source
 from common.your_step.state import StepState, errors_with_lines
 from common.your_step.uninitialised import read_before_written
-from common.your_step.watch import A_CUDA_OPERATION, KINDS, Beside, Watched, watch
+from common.your_step.watch import Beside, watch
 
 NUM_STEPS = 5
-FEW_SHAPES = 4
 # Whose steps run with memory filled with NaN.
 MOST_BATCHES = 8
 MOST_CALLERS = 4
@@ -36,13 +35,13 @@ _REMEDIES = {
     "checkpoint": "checkpoint(..., preserve_rng_state=False) where it draws no random numbers, else leave it eager: "
     "graph_modules",
     "distribution": "torch.distributions.Distribution.set_default_validate_args(False), in build",
+    BY_TABLE: "compute it outside of the step, or leave its module eager: graph_modules; see docs/operators.md",
     rules.LENGTHS: "pad and mask: a padded batch, and a loss that leaves the padding out, need no packed sequence",
 }
 _MADE_PART_OF_BATCH = "make it part of the batch, which is copied before each replay"
-_AS_TENSOR = "make it a tensor on the GPU, which is copied with the batch, or the same number in all batches"
 _COPY = "write into the old tensor: old.copy_(new)"
-# Words of a warning of torch, which has no class of its own.
-_UNINVOKED = "pending, uninvoked backwards"
+# Words of warnings of torch, which have no classes of their own.
+_SLOW_PATH = "Unable to hit fast path of CUDAGraphs"
 _GRADIENT_STREAM = "AccumulateGrad node's stream does not match"
 
 
@@ -83,7 +82,6 @@ class EagerSteps:
         seen = {refused.place.own for refused in self.first.refused}
         self.first.refused += [each for each in hidden_reads(state, self.batches[0]) if each.place.own not in seen]
         self.unwritten = read_before_written(state, self._unlike_batches())
-        self.peak_bytes = memory.peak_of(state, self.batches[0])
         state.reset()
 
     @property
@@ -92,18 +90,17 @@ class EagerSteps:
         return self.watched[0]
 
     def _step(self, index, is_capturing=False) -> Watched:
-        # A model's section "data" writes unseen what the rest of its step reads.
-        contents = self.watched[-1].contents if self.watched and self.state.text else {}
+        contents = self.watched[-1].contents if self.watched else {}
         beside = Beside(self.state.threads, contents, self.of_state)
         with errors_with_lines(self.state.path):
             return watch(self.state.step, self.state.batch(index), self.state.modules, is_capturing, beside)
 
     def _unlike_batches(self) -> list[int]:
-        """Batches of a user's step: one of each shape, then others; of a model, whose batches come in order, one."""
+        """Batches, one of each shape first."""
         firsts = {kind: index for index, kind in reversed(list(enumerate(self.state.classes)))}
         unlike = list(dict.fromkeys([*firsts.values(), *range(len(self.state.batches))]))
         # All ranks make as many steps.
-        return ranks.first(unlike[:MOST_BATCHES]) if self.state.text else self.batches[:1]
+        return ranks.first(unlike[:MOST_BATCHES])
 
     def _look(self) -> SimpleNamespace:
         values, tensors = host_values.look(self.state.step, self.state.owned)
@@ -137,10 +134,7 @@ class EagerSteps:
         yield from self._random()
         yield from self._differences()
         yield from self._branches()
-        yield from self._optimizers()
-        yield from self._batches()
-        yield from self._not_handed_over()
-        yield from self._surroundings()
+        yield from handed_over.findings(self)
         if self.unwritten:
             yield _at(self.unwritten[0], "uninitialised memory", WRONG, self.unwritten[1])
 
@@ -159,17 +153,21 @@ class EagerSteps:
                 kind = "learning rate" if place.through == "schedule" else place.through
                 yield Finding(kind, STOPS, self._made_at(place), evidence)
                 continue
+            if refused.reason == BY_TABLE:
+                evidence += f": it {operator_table.rows()[refused.name, 'forward'].text}"
             if place.line != place.own:
                 evidence += f" (at {place.line})"
             if place.callers:
                 evidence += f", called from {', '.join(place.callers[:MOST_CALLERS])}"
-            remedy = _REMEDIES.get(place.through, _REMEDIES.get(refused.reason, ""))
+            instead = operator_table.instead_of(refused.name)
+            remedy = f"a graph holds {instead} in its place" if instead else _REMEDIES.get(refused.reason, "")
+            remedy = _REMEDIES.get(place.through, remedy)
             found = _at(place, KINDS[refused.reason], STOPS, evidence, remedy)
             yield replace(found, is_hidden=refused.is_hidden)
         for text, place in self.first.warned:
             if _GRADIENT_STREAM in text:
                 yield Finding("gradient stream", STOPS, place.own, text.split(". ")[0])
-            elif _UNINVOKED in text:
+            elif _SLOW_PATH in text:
                 yield Finding("compiled graphs", SLOW, place.own, explained(text)[0], remedy=explained(text)[1])
 
     def _made_at(self, place):
@@ -245,13 +243,13 @@ class EagerSteps:
         frozen = next((name for name, is_on in start.trained.items() if is_on != now.trained.get(name)), "")
         if different and frozen:
             line = self.source.made("requires_grad_") or self.source.changed("requires_grad")
-            evidence = f"{frozen} is trained in one step and frozen in another{self._changing()}"
+            evidence = f"{frozen} is trained in one step and frozen in another{self.changing()}"
             yield Finding("control flow", WRONG, self.source.at(line), evidence)
         elif different and gone:
             evidence = f"the gradient of {gone[0]} is None before one step and not before another: taken over or added"
-            yield _at(compare.place(*different), "gradient", WRONG, evidence + self._changing())
+            yield _at(compare.place(*different), "gradient", WRONG, evidence + self.changing())
         elif different and not self._is_refused(*different):
-            evidence = "of two steps of one shape, " + compare.told(*different) + self._changing()
+            evidence = "of two steps of one shape, " + compare.told(*different) + self.changing()
             yield _at(compare.place(*different), "control flow", WRONG, evidence)
         numbers: set[tuple] = set()
         storages = self.of_batches | other.from_host | other.exchanged
@@ -259,7 +257,8 @@ class EagerSteps:
             if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
                 return
             pairs = zip(mine.numbers, theirs.numbers, strict=False)
-            pair = next((pair for pair in pairs if not compare.equal(*pair)), None)
+            # A NaN is equal to a NaN.
+            pair = next(((a, b) for a, b in pairs if a != b and repr(a) != repr(b)), None)
             # A number comes again in the backward pass; its first operator is the one to name.
             if pair and pair not in numbers:
                 numbers.add(pair)
@@ -280,9 +279,9 @@ class EagerSteps:
         if place.through == "schedule":
             yield Finding("learning rate", WRONG, self._made_at(place), f"a schedule works on the host: {evidence}")
         elif place.through != "optimizer":
-            yield _at(place, "host value", WRONG, evidence + self._changing())
+            yield _at(place, "host value", WRONG, evidence + self.changing())
         elif self.looks[0].rates == self.looks[-1].rates and not through:
-            yield Finding("host value", WRONG, place.own, f"in torch's optimizer {evidence}" + self._changing())
+            yield Finding("host value", WRONG, place.own, f"in torch's optimizer {evidence}" + self.changing())
 
     def _address_differs(self, storage, index, operator):
         """A tensor from before the step that lies elsewhere in the next one."""
@@ -290,7 +289,7 @@ class EagerSteps:
         look = self.looks[index]
         if storage in look.homes & self.looks[0].homes:
             evidence = f"{compare.short(operator.name)} reads one parameter in one step and another one in another"
-            return Finding("control flow", WRONG, operator.place.own, evidence + self._changing(), place.module)
+            return Finding("control flow", WRONG, operator.place.own, evidence + self.changing(), place.module)
         if storage in look.homes:
             evidence = f"a parameter that {compare.short(operator.name)} reads lies elsewhere after each step"
             return _at(place, "moved memory", WRONG, evidence)
@@ -312,7 +311,7 @@ class EagerSteps:
         evidence += f"{operator.place.own} reads it: a replay reads that of the capture"
         return Finding("kept tensor", WRONG, self.source.at(line) if line else place.own, evidence, place.module)
 
-    def _changing(self):
+    def changing(self):
         """The plain values on the host that the steps changed, and where, as words after a finding's evidence."""
         words = []
         for name, (before, after) in itertools.islice(self.changes.items(), 3):
@@ -339,81 +338,6 @@ class EagerSteps:
                 evidence = f"{name} is another tensor after each step: a replay fills that of the capture"
                 found.append(Finding("kept tensor", WRONG, self.source.at(self.source.changed(name)), evidence))
         return found
-
-    # --- what was handed over
-
-    def _optimizers(self):
-        for optimizer in self.state.optimizers:
-            on_host = any(group.get("capturable") is False for group in optimizer.param_groups)
-            if self.state.device.type == "cuda" and on_host:
-                name = type(optimizer).__name__
-                evidence = f"{name} counts its steps on the host: capturable is False"
-                yield Finding("optimizer", STOPS, self.source.at(self.source.made(name)), evidence)
-        scheduled = [each for each in self.state.owned if hasattr(each, "get_last_lr")]
-        rates = self.looks[-1].rates
-        if rates and None not in rates and (scheduled or rates != self.looks[0].rates):
-            names = {type(each).__name__ for each in self.state.optimizers}
-            what = type(scheduled[0]).__name__ if scheduled else "the step"
-            evidence = f"{what} changes lr, a number on the host: a graph of the whole step keeps that of the capture"
-            line = None if scheduled else self.source.sets_item("lr")
-            kind = "rate by hand" if line else "learning rate"
-            yield Finding(kind, WRONG, self.source.at(line or self.source.made(*names)), evidence + self._changing())
-
-    def _batches(self):
-        number, batches = len(set(self.state.classes)), self.state.batches
-        place = self.source.at(self.source.changed("batches"))
-        changing = changing_values(batches) if self.state.text else {}
-        if changing:
-            each = "; ".join(f"{name} is {', '.join(map(repr, values))}" for name, values in changing.items())
-            evidence = f"of batches whose tensors have one shape {each}: each value needs a graph and its memory"
-            is_number = any(type(value) in (int, float) for values in changing.values() for value in values)
-            level = SLOW if is_number or number > FEW_SHAPES else NOTE
-            yield Finding("shapes of batches", level, place, evidence, remedy=_AS_TENSOR)
-        elif number > FEW_SHAPES:
-            evidence = f"{number} shapes in {len(batches)} batches, and each needs a graph and its memory"
-            yield Finding("shapes of batches", SLOW, place, evidence)
-
-    def _not_handed_over(self):
-        """Find tensors that steps write and that a reset does not put back."""
-        known = {storage_id(tensor) for _, tensor in self.state.snapshot.tensors}
-        known = known.union(*(look.homes.union(look.gradients.values(), look.of_optimizers) for look in self.looks))
-        known = known.union(*(watched.exchanged for watched in self.watched))
-        # Put back through load_state_dict, as a loss scaler's.
-        own = [each for holder in self.state.owned if hasattr(holder, "__dict__") for each in vars(holder).values()]
-        known |= {storage_id(each) for each in own if isinstance(each, torch.Tensor)}
-        names = {storage_id(tensor): name for name, tensor in self.looks[-1].tensors.items()}
-        others = host_values.not_handed_over(self.state.step, self.state.owned)
-        names |= {storage_id(tensor): words for words, tensor in others}
-        places: dict[str, str] = {}
-        for watched in self.watched:
-            for storage, place in watched.written.items():
-                if storage not in known and (storage in self.of_batches or storage not in watched.rewritten):
-                    name = "its batch" if storage in self.of_batches else names.get(storage, "a tensor from before it")
-                    places.setdefault(place.own, name)
-        for where, name in places.items():
-            yield Finding("not handed over", WRONG, where, f"the step writes {name}, and nothing puts it back")
-
-    def _surroundings(self):
-        kind = self.state.device.type
-        if torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled():
-            evidence = "autocast was on before the step, with its cache: a graph reads casts of weights from before it"
-            yield Finding("autocast cache", WRONG, self.source.at(self.source.made("autocast")), evidence)
-        if self.state.moved_by_build:
-            evidence = f"{self.state.moved_by_build} counts batches before the first step: build has trained with it"
-            yield Finding("warm-up", NOTE, self.source.at(self.source.made("make_graphed_callables")), evidence)
-        trained = [name for name, is_on in self.looks[-1].trained.items() if is_on]
-        names = [name for name in trained if not any(look.gradients[name] for look in self.looks)]
-        if names and len(names) < len(trained):
-            evidence = f"{len(names)} parameters never have a gradient, {names[0]} among them"
-            yield Finding("unused parameter", NOTE, self.source.at(None), evidence)
-        moves = has_expandable_segments(os.environ) and nccl_registers(os.environ)
-        if moves and torch.distributed.is_initialized():
-            evidence = "expandable segments, while NCCL registers the memory of graphs"
-            yield Finding("settings", NOTE, "the environment", evidence)
-        for each in self.state.modules:
-            if isinstance(each, torch.nn.parallel.DistributedDataParallel):
-                line = self.source.at(self.source.made("DistributedDataParallel", "DDP"))
-                yield Finding("data parallel", NOTE, line, "DDP prepares itself in its first ten steps")
 
 
 def _identity(generator) -> int:

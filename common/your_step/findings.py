@@ -35,8 +35,6 @@ REMEDIES = {
     "autocast cache": "begin autocast inside of the step, or with cache_enabled=False",
     "synchronisation": "let nothing in the step wait for the GPU or ask it: wait and measure after the step",
     "pinned memory": "allocate pinned memory once in build",
-    "unused parameter": "harmless in a graph of the step; make_graphed_callables needs allow_unused_input=True",
-    "data parallel": "build DDP under the stream of the capture, and make eleven eager steps before it",
     "ranks differ": "give all ranks batches of the same shapes in the same order, and let them take the same branches",
     "settings": "NCCL_GRAPH_REGISTER=0, or no expandable segments",
     "wrong copy": "let the step depend on its batch's values alone: not on which object it is, or what is beside it",

@@ -116,9 +116,6 @@ class Mine:
         """See `common.variant`."""
         self._following = -1
 
-    def leave(self) -> None:
-        """See `common.variant`."""
-
     def step(self, index: int) -> None:
         """Train on batch `index`."""
         if index != self._following:
@@ -142,7 +139,8 @@ class _Noted(TorchDispatchMode):
         self.calls: list = []
         self.uses = ""
         self._addresses = {storage_id(parameter) for parameter in parameters} - {None}
-        self._stepped = [each for each in owned if _is_stepped(each)]
+        # Optimizers, schedules and loss scalers.
+        self._stepped = [each for each in owned if hasattr(each, "step") and not isinstance(each, torch.nn.Module)]
         self._patches = contextlib.ExitStack()
 
     def __enter__(self):
@@ -173,11 +171,6 @@ class _Noted(TorchDispatchMode):
             return None
 
         return note
-
-
-def _is_stepped(each):
-    """Say whether it is an optimizer, a schedule or a loss scaler: it steps, and it is no module."""
-    return hasattr(each, "step") and not isinstance(each, torch.nn.Module)
 
 
 class _TooLong(BaseException):
@@ -211,7 +204,7 @@ def deadline(limit_s: float):
 class CompiledModules(Compiled):
     """torch.compile of the modules, without graphs.
 
-    Compiled steps draw eager's random numbers, in timed blocks, too. On a CPU they run where they are named.
+    Random numbers are eager's, in timed blocks, too, whose losses are compared. On a CPU it runs where it is named.
     """
 
     mode = "default"
@@ -225,7 +218,8 @@ class CompiledModules(Compiled):
         functions = [(module, "forward") for module in state.modules]
         options = {"fullgraph": False, "options": {"fallback_random": True}, "on_cpu": is_named}
         super().__init__(state, eager_step, functions, "the modules", mode=self.mode, capture=capture, **options)
-        self.capture.strategy += ", eager's random numbers"
+        self.numbers = ", with eager's random numbers in timed blocks, too" if state.snapshot.has_drawn() else ""
+        self.capture.strategy += self.numbers
 
     def compile_steps(self) -> None:
         """Make eager steps on batches of each shape until nothing is compiled any more."""
@@ -260,7 +254,7 @@ class GraphedCompiledStep(GraphedStep):
             super().__init__(state, capture)
         finally:
             self.compiled.leave()
-        capture.strategy = "the whole step, its modules compiled by torch.compile, eager's random numbers"
+        capture.strategy = f"the whole step, its modules compiled by torch.compile{self.compiled.numbers}"
 
 
 @variant("reduce_overhead", kind="compile", graphs=None, parity=1e-2, headline=True)

@@ -5,19 +5,37 @@ rest of the step runs as it does eagerly.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 
 from common.capture.pool import Pool
 from common.contract import variant
-from common.measuring.module_parts import is_inside
+from common.measuring.module_parts import hooked, is_inside, named_parts, shown
 from common.variant import Capture, Unsupported
-from common.your_step.parts import Call, first_calls
 from common.your_step.state import StepState
 from common.your_step.watch import watch
 
 # A module of fewer operators costs more in copies than its graph gains.
 LEAST_OPERATORS = 8
+
+
+@dataclass
+class Call:
+    """The first call of a module in a step.
+
+    Attributes:
+        casts_to: dtype of the autocast that it ran under, or None.
+        is_plain: its arguments, at least one, and its results are tensors.
+        number: calls in the step.
+    """
+
+    path: str
+    module: torch.nn.Module
+    args: tuple
+    casts_to: torch.dtype | None
+    is_plain: bool
+    number: int = 1
 
 
 @variant("graph_modules", kind="graph", graphs=None, headline=True)
@@ -40,7 +58,9 @@ class GraphedModules:
         chosen = _chosen(state)
         if not chosen:
             raise Unsupported("no module is large enough, is called once, and makes no call that a graph cannot hold")
-        capture.strategy = f"forward and backward of {', '.join(call.path for call in chosen)}"
+        # Of a Sequential a number alone says nothing.
+        names = {path: name for path, name in shown(state.modules).items() if path.isdigit()}
+        capture.strategy = f"forward and backward of {', '.join(names.get(call.path, call.path) for call in chosen)}"
         state.reset()
         with capture.capturing():
             self._graphs = [(call.module, _Graphs(self.pool, call)) for call in chosen]
@@ -132,27 +152,35 @@ class _Replay(torch.autograd.Function):
 
 
 def _chosen(state: StepState) -> list[Call]:
-    """The largest modules that a graph can hold, in the order of their calls."""
-    calls = first_calls(state)
-    of_module = {call.module: call for call in calls}
-    state.reset()
-    watched = watch(state.step, state.batch(0), state.modules)
-    bad = {refused.place.module for refused in watched.refused if refused.place.module}
-    sizes = Counter(each.place.module for each in watched.operators if each.place.module)
-    chosen: set[torch.nn.Module] = set()
+    """The largest modules that a graph can hold, in the order in which they end."""
+    calls: dict[torch.nn.Module, Call] = {}
+    kind = state.device.type
 
-    def visit(path, module):
-        if path and sum(count for name, count in sizes.items() if is_inside(name, path)) < LEAST_OPERATORS:
+    def note(path, module, args, kwargs, output):
+        if module in calls:
+            calls[module].number += 1
             return
-        call = of_module.get(module)
-        is_whole = call is not None and call.is_plain and call.number == 1
+        casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        results = output if isinstance(output, (list, tuple)) else [output]
+        is_plain = bool(args) and not kwargs and all(isinstance(each, torch.Tensor) for each in [*args, *results])
+        calls[module] = Call(path, module, args, casts_to, is_plain)
+
+    state.reset()
+    with hooked(named_parts(state.modules), note):
+        watched = watch(state.step, state.batch(0), state.modules)
+    bad = {refused.place.module for refused in watched.refused}
+    sizes = Counter(each.place.module for each in watched.operators)
+
+    def largest(path, module):
+        call = calls.get(module)
+        size = sum(count for name, count in sizes.items() if is_inside(name, path))
+        is_whole = call is not None and call.is_plain and call.number == 1 and size >= LEAST_OPERATORS
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
-        if path and is_whole and is_trained and not any(is_inside(name, path) for name in bad):
-            chosen.add(module)
+        if is_whole and is_trained and not any(is_inside(name, path) for name in bad):
+            yield module
             return
         for name, child in module.named_children():
-            visit(f"{path}.{name}" if path else name, child)
+            yield from largest(f"{path}.{name}" if path else name, child)
 
-    for module in state.modules:
-        visit("", module)
-    return [call for call in calls if call.module in chosen]
+    chosen = {found for module in state.modules for found in largest("", module)}
+    return [call for call in calls.values() if call.module in chosen]

@@ -1,20 +1,20 @@
-"""Compare training under a graph with eager training: the first step, tensor and module that differ.
+"""Compare training under a graph with eager training: the first step and tensor that differ.
 
 One more training tells causes apart: the step runs eagerly on the copies of batches that a graph reads. If that
 training differs from eager as well, the copies are wrong, and not the capture.
 """
 
-import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from common.measuring.module_parts import hooked, named_parts
-from common.your_step.parts import copy_batch, static_copy, tensors_in
+from common.your_step.parts import copy_batch, static_copy
 from common.your_step.state import StepState
 
+# Of each training that is compared with another.
+NUM_STEPS = 8
 # Of all memory, for copies of the state.
 MOST_SHARE = 0.25
 # Trainings whose copies are kept at the same time.
@@ -33,24 +33,16 @@ class Course:
     states: dict[int, list[torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first step in which a training differs from eager, and the first tensor, or the loss, in words."""
-
-    step: int
-    text: str
-
-
 def course(state: StepState, make_step: Callable[[int], None]) -> Course:
     """Train from the start; make_step(index) trains on a batch."""
     state.reset()
     kept, device = _kept(state)
     states = {}
-    for index in range(state.parity_steps):
+    for index in range(NUM_STEPS):
         make_step(index)
         if index in kept:
             states[index] = [tensor.detach().to(device, copy=True) for _, tensor in state.snapshot.tensors]
-    return Course(state.read_losses(state.parity_steps), states)
+    return Course(state.read_losses(NUM_STEPS), states)
 
 
 def _kept(state) -> tuple[list[int], torch.device]:
@@ -61,7 +53,7 @@ def _kept(state) -> tuple[list[int], torch.device]:
         torch.cuda.mem_get_info(state.device)[1] if is_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
     count = int(MOST_SHARE * total // max(size, 1))
-    steps = list(range(state.parity_steps))[-max(1, count) :]
+    steps = list(range(NUM_STEPS))[-max(1, count) :]
     return steps, state.device if count else torch.device("cpu")
 
 
@@ -71,18 +63,20 @@ def scatter(eager: Course, again: Course) -> float:
     return max((_relative(a, b) for x, y in states for a, b in zip(x, y, strict=True)), default=0.0)
 
 
-def difference(eager: Course, again: Course, other: Course, names: list[str]) -> Difference | None:
-    """Return where another training leaves two eager ones by more than these scatter; names are the tensors'."""
+def difference(eager: Course, again: Course, other: Course, names: list[str]) -> str:
+    """Return the first step and tensor, or loss, by which another training leaves two eager ones, in words, or "".
+
+    It has to differ by more than these two do. names are the tensors'.
+    """
     allowed = max(2 * scatter(eager, again), _ROUNDING)
     for index, loss in enumerate(eager.losses):
         for name, a, b in zip(names, eager.states.get(index, ()), other.states.get(index, ()), strict=False):
             if not torch.equal(a, b) and _relative(a, b) > allowed:
-                text = f"{name} differs from eager's after step {index}, by {_relative(a, b):.1e} of its largest value"
-                return Difference(index, text)
+                return f"{name} differs from eager's after step {index}, by {_relative(a, b):.1e} of its largest value"
         own = other.losses[index]
         if loss != own and not abs(loss - own) <= max(allowed, _LOSS_SCATTER) * max(abs(loss), 1e-30):
-            return Difference(index, f"the loss of step {index} is {own:.7g}, eager's {loss:.7g}")
-    return None
+            return f"the loss of step {index} is {own:.7g}, eager's {loss:.7g}"
+    return ""
 
 
 def through_copies(state: StepState) -> Callable[[int], None]:
@@ -97,46 +91,6 @@ def through_copies(state: StepState) -> Callable[[int], None]:
         state.keep_loss(index, state.step(copies[kind]))
 
     return make_step
-
-
-@contextlib.contextmanager
-def keeping_outputs(state: StepState):
-    """Within it, the outputs of modules in the last call of `state.step` are kept as they are, with the modules' names.
-
-    In a capture these are what each replay fills.
-    """
-    kept: list[tuple[str, list[torch.Tensor]]] = []
-    original, several = state.step, len(state.modules) > 1
-    named = {
-        f"{type(each).__name__}.{path}" if several else path: part
-        for each in state.modules
-        for path, part in named_parts([each])
-    }
-
-    def keep(name, module, args, kwargs, output):
-        kept.append((name, tensors_in(output)))
-
-    def cleared(batch):
-        kept.clear()
-        return original(batch)
-
-    state.step = cleared
-    try:
-        with hooked(named.items(), keep):
-            yield kept
-    finally:
-        state.step = original
-
-
-def first_module(eager: list, graph: list) -> str:
-    """Return the module whose outputs differ first, inner modules before those around them; "" where none does."""
-    for (name, wanted), (other, found) in zip(eager, graph, strict=False):
-        if name != other or len(wanted) != len(found):
-            return name
-        for a, b in zip(wanted, found, strict=True):
-            if a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num()):
-                return name
-    return ""
 
 
 def _relative(a, b) -> float:

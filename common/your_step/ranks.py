@@ -12,9 +12,10 @@ from common.training.parallel.host_messages import of_all_ranks
 from common.your_step import compare
 from common.your_step.findings import NOTE, SLOW, STOPS, Finding
 from common.your_step.parts import signature_of
+from common.your_step.record import Watched
 from common.your_step.source import Source
 from common.your_step.state import StepState
-from common.your_step.watch import Watched, is_collective
+from common.your_step.watch import is_collective
 
 KIND = "ranks differ"
 T = TypeVar("T")

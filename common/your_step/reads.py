@@ -6,30 +6,26 @@ each operator. The operator that made a node of autograd has the node's sequence
 """
 
 import contextlib
-import warnings
+import re
 
 import torch
 
 from common.capture import host_graph_rules as rules
-from common.measuring import marks
+from common.measuring import operator_table
 from common.measuring.module_parts import MODULE, naming_modules
 from common.your_step.place import place_of, place_of_call
-from common.your_step.watch import Refused
+from common.your_step.record import Refused
+from common.your_step.watch import warnings_shown
 
 # They wait for the GPU.
 _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal"}
 _READS |= {"aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"}
 # Steps on the way from a call to its read.
 _BETWEEN = ("aten::item", "aten::is_nonzero")
-# Operators and nodes that read on a CPU alone, by torch's sources of 2.6 to 2.13: other kernels, other formulas, and
-# checks that a GPU leaves to an assertion. A store through a mask is watched by its arguments.
-_NAMES = "_assert_async var std var_mean std_mean quantile nanquantile rrelu_with_noise histogramdd _grouped_mm "
-_NAMES += "multilabel_margin_loss_forward multilabel_margin_loss_backward _embedding_bag_dense_backward "
-_NAMES += "embedding_renorm_ _index_put_impl_ _cholesky_solve_helper linalg_lu_solve"
+# Operators that read on a CPU alone, by torch's sources of 2.6 to 2.13, and that the table of operators does not have.
+_NAMES = "_assert_async histogramdd _grouped_mm embedding_renorm_ _cholesky_solve_helper"
 _ON_CPU_ALONE = {f"aten::{name}" for name in _NAMES.split()}
-_ON_CPU_ALONE |= {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
 _NODE = "autograd::engine::evaluate_function: "
-_ON_HOST = "on the host"
 
 
 def hidden_reads(state, index: int) -> list[Refused]:
@@ -38,10 +34,6 @@ def hidden_reads(state, index: int) -> list[Refused]:
     flags = False, False, True, False, False, torch._C._profiler._ExperimentalConfig()
     config = torch.autograd.ProfilerConfig(torch.autograd.ProfilerState.CPU, *flags)
 
-    def section(name):
-        on_host = name in marks.ON_HOST
-        return torch.profiler.record_function(_ON_HOST) if on_host else contextlib.nullcontext()
-
     def warned(message, *_):
         if "synchronizing" in str(message):
             waits.add(place_of_call().own)
@@ -49,14 +41,8 @@ def hidden_reads(state, index: int) -> list[Refused]:
     waits: set[str] = set()
     batch, has_gpu = state.batch(index), state.device.type == "cuda"
     with contextlib.ExitStack() as stack:
-        if has_gpu:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("always")
-            warnings.showwarning = warned
-            torch.cuda.set_sync_debug_mode("warn")
-            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+        stack.enter_context(warnings_shown(warned))
         stack.enter_context(naming_modules(state.modules))
-        stack.enter_context(marks.opening_sections(section))
         torch.autograd._enable_profiler_legacy(config)
         try:
             state.step(batch)
@@ -91,7 +77,7 @@ def _hidden(record, before, opened, makers):
     names = [each.name() for each in opened]
     # Fused optimizers take a tensor's number of steps and learning rate, on a GPU inside of the kernel.
     is_on_cpu_alone = not _ON_CPU_ALONE.isdisjoint(names) or any(name.startswith("aten::_fused_") for name in names)
-    if is_on_cpu_alone or any(each.name() == _ON_HOST for each in before + opened):
+    if is_on_cpu_alone:
         return
     stack, module, number, node = record.stack(), _module(opened), -1, []
     if before:
@@ -101,10 +87,20 @@ def _hidden(record, before, opened, makers):
         node, names = names[: not is_own], names[1:]
     # A name without a namespace is a range of Python's: a module, or the forward of a function of the user's.
     names = node + [name for name in names if "::" in name and name not in _BETWEEN]
+    row = next(filter(None, map(_row_of, names)), None)
+    if row is not None and row.is_held:
+        return
     if names:  # else a call of Python's, which the watch sees
         stack, module = makers.get(number, (stack, module))
         place = place_of(map(_frame, stack), module, has_callers=True)
         yield Refused(f"{record.name()} in {names[0]}", rules.READS, place, is_hidden=True)
+
+
+def _row_of(name):
+    """The row of the table for an operator, or for a node such as LinalgDetBackward0."""
+    node, _, is_node = name.partition("Backward")
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", node).lower()
+    return operator_table.row_of(snake, "backward") if is_node else operator_table.row_of(name)
 
 
 def _module(opened) -> str:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from common.files import write_text
+from common.your_step.place import place_of_call
 
 AFTER, TIMED, HEAT, PROFILED, READ = 10, 10, 2, 3, 5
 # Calls of the busiest optimizer after which the one that is called least often need not have AFTER.
@@ -88,7 +89,7 @@ class ScriptWatch:
         self._calls[optimizer] += 1
         self._told["steps"] = max(self._calls.values())
         if self._pace is None:
-            self._places.setdefault(optimizer, _line())
+            self._places.setdefault(optimizer, place_of_call().own)
             if self._calls.total() == 1:
                 self._write()
             self._choose()
@@ -144,13 +145,6 @@ class ScriptWatch:
                 reads.update((each.place.own, each.name) for each in found.refused if not each.place.through)
         self._told["reads"] = [[line, name, number / READ] for (line, name), number in reads.items()]
         self._told["shapes"] = {name: sorted(own)[:MOST_SHAPES] for name, own in shapes.items()}
-
-
-def _line() -> str:
-    """file:line of the user's call of step()."""
-    from common.your_step.place import place_of_call
-
-    return place_of_call().own
 
 
 @contextlib.contextmanager

@@ -38,9 +38,10 @@ class Source:
         """Return the last line that sets an item of this constant name, as in group["lr"] = 0.1."""
         targets = [each for node in self._nodes if isinstance(node, ast.Assign) for each in node.targets]
         targets += [node.target for node in self._nodes if isinstance(node, ast.AugAssign)]
-        items = [(each.lineno, each.slice) for each in targets if isinstance(each, ast.Subscript)]
-        lines = [line for line, item in items if isinstance(item, ast.Constant) and item.value == key]
-        return max(lines, default=None)
+        keys = [
+            (each.lineno, getattr(each.slice, "value", None)) for each in targets if isinstance(each, ast.Subscript)
+        ]
+        return max((line for line, each in keys if each == key), default=None)
 
     def branches(self, name: str) -> list[int]:
         """Return the lines of branches and loops whose condition reads the last part of a name."""
@@ -62,24 +63,18 @@ class Source:
 
     def made(self, *names: str) -> int | None:
         """Return the last line that calls one of these names, such as a class."""
-        lines = [n.lineno for n in self._nodes if isinstance(n, ast.Call) and _word(n.func) in names]
-        return max(lines, default=None)
+        return self._called(lambda function: _word(function) in names)
 
     def draws(self, module: str) -> int | None:
         """Return the last line that calls a function of a module such as `random` or `numpy.random`."""
+        imports = [node for node in self._nodes if isinstance(node, ast.ImportFrom) and node.module == module]
+        imported = {alias.asname or alias.name for node in imports for alias in node.names}
         last = module.split(".")[-1]
-        imported = {
-            alias.asname or alias.name
-            for node in self._nodes
-            if isinstance(node, ast.ImportFrom) and node.module == module
-            for alias in node.names
-        }
-        lines = [
-            node.lineno
-            for node in self._nodes
-            if isinstance(node, ast.Call) and (_is_of(node.func, last) or _word(node.func) in imported)
-        ]
-        return max(lines, default=None)
+        return self._called(lambda function: _is_of(function, last) or _word(function) in imported)
+
+    def _called(self, is_it) -> int | None:
+        calls = [node for node in self._nodes if isinstance(node, ast.Call)]
+        return max((node.lineno for node in calls if is_it(node.func)), default=None)
 
 
 def _last(name):

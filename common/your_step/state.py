@@ -31,10 +31,6 @@ class StepState:
         ValueError: the file cannot be used, its step raises, or gives no loss.
     """
 
-    # Gradients may be set to None between its steps.
-    binds_gradients = True
-    # Of each training that is compared with another.
-    parity_steps = 8
     # Seconds after which torch.compile is given up; 0: none.
     compile_limit_s = 0.0
     # The reason, once it was given up.
@@ -186,11 +182,7 @@ def errors_with_lines(path: Path, what: str = "the step"):
     except (CaptureError, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
-        if lacks_deterministic_kernel(error):
+        # torch has no deterministic kernel for an operator, which its text alone tells.
+        if "deterministic" in str(error):
             raise
         raise ValueError(f"{user_file.where(error, path)}: {what} raised {user_file.said(error)}") from error
-
-
-def lacks_deterministic_kernel(error: BaseException) -> bool:
-    """Return whether torch, asked for deterministic kernels, has none for an operator. Its text alone tells."""
-    return "deterministic" in str(error)

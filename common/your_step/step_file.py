@@ -12,6 +12,8 @@ FORM = "FILE.py:FUNCTION, as in my_step.py:build"
 START = "common/your_step/start.py"
 # Environment variable: the folder in which the user's command runs, unless it is the root of the repository.
 FOLDER = "GRAPH_WORTH_FOLDER"
+# Environment variable: the command that the user has typed, such as graph-worth doctor.
+PROG = "GRAPH_WORTH_PROG"
 
 
 def split(text: str) -> tuple[Path, str]:

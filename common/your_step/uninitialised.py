@@ -28,12 +28,8 @@ def _filled_step(state, index, value):
     batch, filled = state.batch(index), Filled(value)
     with filled:
         loss = state.step(batch)
-    return filled.found, _has_nan(state, loss)
-
-
-def _has_nan(state, loss) -> bool:
     tensors = [tensor for _, tensor in state.snapshot.tensors]
-    return any(map(_nan, tensors_in((loss, tensors))))
+    return filled.found, any(map(_nan, tensors_in((loss, tensors))))
 
 
 def _nan(tensor) -> bool:

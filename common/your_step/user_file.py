@@ -77,12 +77,6 @@ def where(error: BaseException, path: Path) -> str:
     return f"{path.name}{line}"
 
 
-def made_at(function) -> str:
-    """Return :LINE of a function's definition, or "" where it has none."""
-    code = getattr(function, "__code__", None)
-    return f":{code.co_firstlineno}" if code is not None else ""
-
-
 def said(error: BaseException) -> str:
     """Return an error's type and first line, and what helps where that is known."""
     first = (str(error).strip() or "nothing").splitlines()[0][:200]

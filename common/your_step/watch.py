@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from common.capture import host_graph_rules as rules
 from common.capture.side_streams import StreamWatch
-from common.measuring import marks
+from common.measuring import operator_table
 from common.measuring.module_parts import hooked, named_parts
 from common.training.snapshot import storage_id, storage_of
 from common.your_step.parts import has_several_ranks, tensors_in
 from common.your_step.place import Place, place_of_call, place_of_thread
+from common.your_step.record import A_CUDA_OPERATION, BY_TABLE, COPIES_TO_HOST, PINS, WAITS, Operator, Refused, Watched
 
 # The host may fill memory of up to so many bytes without an operator.
 _MOST_HASHED = 1 << 24
@@ -33,24 +34,6 @@ _MOST_HASHED = 1 << 24
 _FILLS = {f"aten::{name}_" for name in ("copy", "zero", "fill", "normal", "uniform", "random", "bernoulli")}
 _FILLS |= {"aten::exponential_", "aten::_foreach_copy_", "aten::_foreach_zero_"}
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-
-WAITS = "waits for the GPU"
-A_CUDA_OPERATION = "a CUDA operation"
-PINS = "allocates pinned memory"
-_COPIES_TO_HOST = "copies to the host, which waits for the GPU"
-# Reason -> kind of finding.
-KINDS = {
-    rules.READS: "host read",
-    rules.LENGTHS: "host read",
-    _COPIES_TO_HOST: "host read",
-    WAITS: "synchronisation",
-    PINS: "pinned memory",
-    rules.SHAPE: "shape from values",
-    rules.NEW: "host data",
-    rules.RANDOM: "random state",
-    rules.RESIZES: "moved memory",
-    rules.COLLECTIVE: "collective",
-}
 
 
 def _calls_of_gpu() -> list:
@@ -64,83 +47,6 @@ def _calls_of_gpu() -> list:
         *((event, name, WAITS) for name in ("synchronize", "query", "elapsed_time")),
         (torch.Tensor, "pin_memory", PINS),
     ]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A call that no graph can hold: its name, the reason, which is a key of KINDS, and its place.
-
-    is_hidden: inside of torch's C++, where a host graph does not see it.
-    """
-
-    name: str
-    reason: str
-    place: Place
-    is_hidden: bool = False
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator of a step.
-
-    Attributes:
-        name: such as aten.addmm.default.
-        shapes: of the tensors that it gave.
-        numbers: Python's numbers among its arguments, which a graph keeps as they are.
-        outside: for each tensor among its arguments the storage, where no operator of this step has made it, else None.
-        place: where it was called.
-    """
-
-    name: str
-    shapes: tuple
-    numbers: tuple
-    outside: tuple
-    place: Place
-
-
-@dataclass
-class Watched:
-    """A record of one step.
-
-    Attributes:
-        operators: in order.
-        refused: calls that no graph can hold.
-        generators: those that operators drew from, with the place of the first call.
-        copies: (place, storage, whether it is pinned) of copies from memory of the host to the GPU.
-        made: storage -> place of the operator that made it.
-        written: storage from outside of the step -> place of the first operator that writes it.
-        from_host: storages of tensors that the step has made from data of the host.
-        exchanged: storages of tensors that collectives and FSDP's own operators take, as the buckets of DDP.
-        rewritten: those storages from outside whose first operator writes all of it: nothing is carried over in them.
-        contents: hash of small memory of the host that the step reads from outside, after its own operators.
-        refilled: such storages that no operator has changed since an earlier step -> place of the first that reads it.
-        kept: storages from outside of the step, held so that no other one gets their address.
-        threads: places that start a thread, or hand work to one.
-        drawing: places of threads that were at work when the random state changed between two operators.
-        loads: places that load an optimizer's state.
-        warned: (message, place) of each warning.
-        asked_capturing: place where the step asked first whether a stream captures.
-        unjoined: (text, place) of work on side streams that the step does not wait for.
-    """
-
-    operators: list[Operator] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-    generators: dict[int, tuple[torch.Generator, Place]] = field(default_factory=dict)
-    copies: list[tuple[Place, int | None, bool]] = field(default_factory=list)
-    made: dict[int, Place] = field(default_factory=dict)
-    written: dict[int, Place] = field(default_factory=dict)
-    from_host: set[int] = field(default_factory=set)
-    exchanged: set[int | None] = field(default_factory=set)
-    rewritten: set[int | None] = field(default_factory=set)
-    contents: dict[int, int] = field(default_factory=dict)
-    refilled: dict[int, Place] = field(default_factory=dict)
-    kept: dict[int, torch.UntypedStorage | None] = field(default_factory=dict)
-    threads: list[Place] = field(default_factory=list)
-    drawing: list[Place] = field(default_factory=list)
-    loads: list[Place] = field(default_factory=list)
-    warned: list[tuple[str, Place]] = field(default_factory=list)
-    asked_capturing: Place | None = None
-    unjoined: list[tuple[str, Place]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -172,7 +78,6 @@ def watch(step, batch, modules, is_capturing=False, beside: Beside | None = None
         load = torch.optim.Optimizer.load_state_dict
         stack.enter_context(mock.patch.object(torch.optim.Optimizer, load.__name__, watcher.noted(load, "loads")))
         stack.enter_context(watcher.streams)
-        stack.enter_context(marks.opening_sections(watcher.section))
         stack.enter_context(hooked(named_parts(modules), watcher.left, watcher.stack.append))
         with _Functions(watcher), _Operators(watcher):
             step(batch)
@@ -189,9 +94,17 @@ def _noting_calls(watcher, patched):
         for owner, name, reason in patched:
             note = watcher.noting(getattr(owner, name), f"{owner.__name__}.{name}", reason)
             stack.enter_context(mock.patch.object(owner, name, note))
+        stack.enter_context(warnings_shown(watcher.warned))
+        yield
+
+
+@contextlib.contextmanager
+def warnings_shown(show):
+    """Within it, show(message, ...) gets every warning, and torch warns of each wait for the GPU."""
+    with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("always")
-        warnings.showwarning = watcher.warned
+        warnings.showwarning = show
         if torch.cuda.is_available():
             stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
             torch.cuda.set_sync_debug_mode("warn")
@@ -216,8 +129,8 @@ class _Watcher:
         self.found, self.stack = Watched(), []
         self.threads, self.contents, self.known = beside.threads, beside.contents, beside.known
         self.states = self.random_states()
-        # Inside of a call that was noted, or in a part of the step that no graph holds.
-        self.is_inside = self.is_on_host = self.stores_number = False
+        # Inside of a call that was noted.
+        self.is_inside = self.stores_number = False
         self.streams = StreamWatch() if torch.cuda.is_available() else StreamWatch(None)
 
     def left(self, *_):
@@ -230,6 +143,12 @@ class _Watcher:
     def refuse(self, name, reason):
         self.found.refused.append(Refused(str(name), reason, self.place(has_callers=True)))
 
+    def look_up(self, name, count):
+        """Refuse a function by the table of operators, unless more than reads was refused after the first `count`."""
+        is_more = any(each.reason != rules.READS for each in self.found.refused[count:])
+        if operator_table.is_refused(name) and not (self.is_inside or is_more):
+            self.found.refused[count:] = [Refused(name, BY_TABLE, self.place(has_callers=True), is_hidden=True)]
+
     @contextlib.contextmanager
     def flagged(self, **flags):
         before = {name: getattr(self, name) for name in flags}
@@ -238,9 +157,6 @@ class _Watcher:
             yield
         finally:
             vars(self).update(before)
-
-    def section(self, name):
-        return self.flagged(is_inside=True, is_on_host=True) if name in marks.ON_HOST else contextlib.nullcontext()
 
     def random_states(self):
         own = [torch.default_generator, *getattr(torch.cuda, "default_generators", ())] if self.threads else []
@@ -277,8 +193,7 @@ class _Watcher:
 
     def noted(self, original, name):
         def note(*args, **kwargs):
-            if not self.is_on_host:
-                getattr(self.found, name).append(self.place())
+            getattr(self.found, name).append(self.place())
             return original(*args, **kwargs)
 
         return note
@@ -291,13 +206,13 @@ class _Watcher:
         return is_current_stream_capturing
 
     def warned(self, message, category, filename, lineno, file=None, line=None):
-        text = "" if self.is_on_host else str(message)
+        text = str(message)
         # torch's set_sync_debug_mode warns in words alone.
         if "synchronizing CUDA operation" in text:
             place = self.place(has_callers=True)
             if all(refused.place.line != place.line for refused in self.found.refused):
                 self.found.refused.append(Refused(A_CUDA_OPERATION, WAITS, place))
-        elif text:
+        else:
             self.found.warned.append((text, self.place()))
 
 
@@ -307,12 +222,14 @@ class _Functions(TorchFunctionMode):
         self.watcher = watcher
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        watcher = self.watcher
+        watcher, count = self.watcher, len(self.watcher.found.refused)
         if func in rules.FORBIDDEN_FUNCTIONS:
-            func = watcher.noting(func, *rules.FORBIDDEN_FUNCTIONS[func])
+            return watcher.noting(func, *rules.FORBIDDEN_FUNCTIONS[func])(*args, **(kwargs or {}))
         is_store = func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex))
         with watcher.flagged(stores_number=True) if is_store else contextlib.nullcontext():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        watcher.look_up(getattr(func, "__name__", ""), count)
+        return result
 
 
 class _Operators(TorchDispatchMode):
@@ -323,7 +240,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         watcher = self.watcher
-        if watcher.is_on_host or func.namespace in ("profiler", "prim"):
+        if func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
         place, found = watcher.place(), watcher.found
         watcher.streams.launched(place)
@@ -382,7 +299,7 @@ class _Operators(TorchDispatchMode):
         if target.is_cuda and source.device.type == "cpu" and source.dim():
             self.watcher.found.copies.append((place, storage_id(source), source.is_pinned()))
         elif source.is_cuda and target.device.type == "cpu" and not target.is_pinned():
-            self.watcher.found.refused.append(Refused(str(func), _COPIES_TO_HOST, place))
+            self.watcher.found.refused.append(Refused(str(func), COPIES_TO_HOST, place))
 
 
 def _is_for_host(reason, values) -> bool:

@@ -41,7 +41,7 @@ FLAGS = {
     "compare": ["wide", "model"],
     "gate": ["against"],
     "publish": ["into"],
-    "measure": ["step", "model", "preset", "python", "variants", "cycles", "minutes", "ngpu", "host-load", "out"],
+    "measure": ["step", "python", "variants", "cycles", "minutes", "ngpu", "host-load", "out"],
     "report": ["out"],
     "site": ["out"],
     "doctor": ["step"],
@@ -97,17 +97,13 @@ def checked_sweep(argv):
 
 def checked_measure(argv):
     """All of make measure but the doctor and the measuring."""
-    args = measure.parse([*argv, *(["--doctor"] if "--model" in argv else [])])
+    args = measure.parse(argv)
 
     def work():
-        if args.model is not None:
-            measure.doctor_of_model(args)
-        else:
-            measure.request(args)
+        measure.request(args)
         return 0
 
-    with mock.patch.object(measure.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 0, "", "")):
-        return command.exit_status("measure", work, run.FAILURES)
+    return command.exit_status("measure", work, run.FAILURES)
 
 
 def checked_doctor(argv):

@@ -83,11 +83,25 @@ def test_an_installed_command_measures_a_step_beside_packages_of_our_names(insta
 
 def test_an_installed_doctor_names_the_line(installed, project):
     path = project / "steps" / "my_step.py"
-    path.write_text(path.read_text().replace("return loss", "return loss.item()"))
+    text = path.read_text().replace("return loss", "return loss.item()")
+    path.write_text(text.replace("loss.backward()", "loss.backward(); torch.linalg.lu_factor(model.weight.detach())"))
     done = installed(project, "doctor", "steps/my_step.py:build", "--python", sys.executable)
     assert done.returncode == measure.NO_CAPTURE, done.stderr
     line = path.read_text().splitlines().index("        return loss.item()") + 1
     assert f"{path}:{line}: host read, cannot be captured" in done.stdout
+    # By the table of operators, which the wheel has, too.
+    assert "linalg_lu_factor is held by no graph: it waits for the GPU in 4 of 4 samples" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["doctor", "measure"])
+def test_an_installed_command_names_itself_in_mistakes_of_a_step(installed, project, name):
+    path = project / "steps" / "my_step.py"
+    path.write_text(path.read_text().replace("return step, ", "return "))
+    done = installed(project, name, "steps/my_step.py:build", "--python", sys.executable)
+    assert done.returncode == measure.MISTAKE and not done.stdout.startswith("python")
+    assert done.stderr.startswith(f"graph-worth {name}: my_step.py: build(device) returned a tuple of 2"), done.stderr
+    done = installed(project, name, "steps/my_step.py:build", "--cycles", "x")
+    assert done.returncode == measure.MISTAKE and done.stderr.startswith(f"graph-worth {name}: ")
 
 
 def test_an_installed_watch_looks_at_a_script(installed, project):

@@ -15,6 +15,7 @@ from benchmarks.files import run_file
 from benchmarks.files.facts import OWN_STEP, Raised
 from benchmarks.pages import reasons, run_table
 from benchmarks.processes.gpus import Gpus
+from common.your_step import step_file
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run
 
@@ -316,21 +317,6 @@ def test_after_a_kill_the_same_command_goes_on_with_the_cycles_that_were_finishe
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--model", "rnnt"], "is looked at by --doctor"),
-        (["--step", "a.py", "--preset", "tiny"], "takes --model"),
-        (["--model", "rnnt", "--doctor", "--ngpu", "2"], "in one process, without --ngpu"),
-        (["--step", "a.py", "--model", "rnnt", "--doctor"], "not allowed with"),
-    ],
-)
-def test_a_model_is_for_the_doctor_alone(words, said, capsys):
-    with pytest.raises(SystemExit) as end:
-        measure.main(words)
-    assert end.value.code == 2 and said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("errors", "found"),
     [
         ("torchrun's own words", (6, "a finding", {"status": 6, "whole_is_right": False})),
@@ -348,19 +334,9 @@ def test_several_ranks_tell_their_status_in_a_file_and_a_mistake_once(tmp_path, 
     (tmp_path / "my_step.py").write_text(STEP)
     asked = measure.request(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build", "--ngpu", "2"]))
     monkeypatch.setattr(measure.subprocess, "run", ranks)
+    monkeypatch.setenv(step_file.PROG, measure.PROG)
     assert measure.doctor(asked) == found
     assert capsys.readouterr().err.count("no build") == (not found[1])
-
-
-def test_the_doctor_of_a_model_is_its_script(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        measure.subprocess, "run", lambda words, **more: seen.append(words) or subprocess.CompletedProcess(words, 6)
-    )
-    monkeypatch.setattr(measure.gpus, "find_gpus", measure.gpus.Gpus)
-    monkeypatch.setattr(measure.script, "describe", lambda model, flags: {"presets": {"tiny": {}, "bench": {}}})
-    assert measure.main(["--doctor", "--model", "examples/minimal", "--preset", "tiny"]) == measure.NO_CAPTURE
-    assert seen[-1][1:] == ["-m", "examples.minimal.train", "--preset", "tiny", "--doctor"]
 
 
 def test_a_variant_that_failed_otherwise_has_no_wrong_numbers():

@@ -11,6 +11,7 @@ from benchmarks import operators, runs
 from benchmarks.pages import operators as page
 from common.capture.pool import Pool
 from common.measuring import captured_operators as tried
+from common.measuring import operator_table
 
 CPU = torch.device("cpu")
 NEEDS_SAMPLES = pytest.mark.skipif(importlib.util.find_spec("expecttest") is None, reason="torch's samples need it")
@@ -109,6 +110,10 @@ def test_the_file_has_every_outcome_and_an_unknown_name_is_refused(tmp_path, cap
     assert "--operators no_such_operator: torch" in capsys.readouterr().err
 
 
+SOME = "refused", "2 of 4 samples: Cannot copy between CPU and CUDA tensors"
+NOT_TRIED = {"outcome": "not tried", "why": "no dtype"}
+
+
 def put(folder, name, **file):
     passes = {"forward": {"outcome": "refused", "why": "1 of 4 samples: a | b"}}
     own = {"torch": "2.11.0", "gpu": "NVIDIA H200", "begin_utc": "2026", "operators": {"nonzero": passes, "add": {}}}
@@ -130,25 +135,46 @@ def test_the_page_has_the_newest_torch_on_a_gpu(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", sorted(page.INSTEAD))
+@pytest.mark.parametrize("name", sorted(operator_table.INSTEAD))
 def test_a_graph_holds_the_call_that_takes_an_operators_place(name):
     torch.cuda.set_stream(torch.cuda.Stream())
     x = torch.arange(1.0, 5.0, device="cuda")
     given = {"torch": torch, "x": x, "n": x.long(), "square": torch.eye(4, device="cuda") + x}
     given["square"] = given["square"] @ given["square"].T
-    eval(page.INSTEAD[name], dict(given))
+    eval(operator_table.INSTEAD[name], dict(given))
     pool = Pool(torch.device("cuda"))
-    graph, result = pool.capture(lambda: eval(page.INSTEAD[name], dict(given)), (x,))
+    graph, result = pool.capture(lambda: eval(operator_table.INSTEAD[name], dict(given)), (x,))
     x.mul_(1)
     graph.replay()
-    expected = eval(page.INSTEAD[name], dict(given))
+    expected = eval(operator_table.INSTEAD[name], dict(given))
     for got, want in zip(*([*each] if isinstance(each, tuple) else [each] for each in (result, expected)), strict=True):
         torch.testing.assert_close(got, want)
     pool.release()
 
 
-@pytest.mark.parametrize("name", sorted(page.INSTEAD))
+@pytest.mark.parametrize("name", sorted(operator_table.INSTEAD))
 def test_the_call_in_an_operators_place_runs(name):
     x = torch.arange(1.0, 5.0)
     square = (torch.eye(4) + x) @ (torch.eye(4) + x).T
-    assert eval(page.INSTEAD[name], {"torch": torch, "x": x, "n": x.long(), "square": square}) is not None
+    assert eval(operator_table.INSTEAD[name], {"torch": torch, "x": x, "n": x.long(), "square": square}) is not None
+
+
+def test_the_table_is_looked_up_by_the_names_of_aten(tmp_path):
+    why = "4 of 4 samples: CUDA error: operation not permitted when stream is capturing"
+    refused, held, some = ({"forward": {"outcome": o, "why": w}} for o, w in (("refused", why), ("held", ""), SOME))
+    rows = {"linalg.inv": refused, "max.binary": held, "max.reduction": held, "norm": held, "norm.nuc": refused}
+    rows |= {"frozen": {"forward": {"outcome": "wrong", "why": "2 of 2 samples: other values than eager's"}}}
+    rows |= {"dies": {"forward": {"outcome": "crashed", "why": "its process ended with status 9"}}}
+    put(tmp_path, "a.json", operators=rows | {"masked.sum": some, "sum": held, "clone": {"forward": NOT_TRIED}})
+    found = {name: row for (name, kind), row in operator_table.rows(tmp_path).items() if kind == "forward"}
+    assert {name for name, row in found.items() if row.is_held} == {"max", "sum"}
+    assert {name for name, row in found.items() if row.is_refused} == {"linalg_inv", "frozen", "dies"}
+    assert found.keys() == {"linalg_inv", "max", "norm", "masked_sum", "sum", "frozen", "dies"}
+    assert found["frozen"].text.startswith("replays other values than eager's in 2 of 2 samples, torch")
+    assert found["dies"].text == "ends the process, torch 2.11.0 on NVIDIA H200"
+    assert found["linalg_inv"].text == "waits for the GPU in 4 of 4 samples, torch 2.11.0 on NVIDIA H200"
+
+
+@pytest.mark.parametrize("name", ["aten::max", "aten.max.dim", "Tensor.max", "max", "aten::max_"])
+def test_an_operator_has_its_row_by_each_of_its_names(name):
+    assert operator_table.row_of(name).is_held and operator_table.row_of("__getitem__") is None

@@ -85,6 +85,24 @@ def test_scripts_that_train_otherwise_or_end_early(tmp_path, code, status, said)
     assert ("in it are" in text) == ("in it are" in str(said)) and "2 processes" not in text.replace(said[0], "")
 
 
+def test_json_is_all_that_stdout_has(tmp_path):
+    (tmp_path / "train.py").write_text(f"{HEAD}\nprint('the script speaks', flush=True)\ntrain(30)\nsys.exit(3)")
+    command = [sys.executable, "-m", "benchmarks.watch", "--json", "--", sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    told = json.loads(done.stdout)
+    assert done.returncode == told["status"] == 3 and "the script speaks" in done.stderr
+    assert told["steps"] == 30 and told["step_ms"] > 0 and "at_most" not in told and told["reads"] == []
+    assert told["optimizer"].startswith("AdamW at ") and told["text"] in done.stderr
+
+
+def test_json_has_the_most_that_a_graph_can_gain_and_the_lines_that_read(tmp_path):
+    assert watch.as_json(tmp_path, 0, "nothing") == {"status": 0, "text": "nothing", "processes": 0, "reads": []}
+    told = TOLD | {"reads": [["a.py:3", "Tensor.item", 0.2]]}
+    (tmp_path / "steps-1.json").write_text(json.dumps(told))
+    found = watch.as_json(tmp_path, 0, "")
+    assert found["at_most"] == 1.5 and found["reads"] == [{"line": "a.py:3", "call": "Tensor.item", "in_a_step": 0.2}]
+
+
 def test_a_signal_is_handed_on_to_the_script(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import signal, time\nprint('ready', flush=True)\ntime.sleep(60)")

@@ -113,14 +113,14 @@ def test_an_unknown_flag_is_answered_with_the_known_ones(capsys):
 
 
 def test_mistakes_that_building_shows_are_one_line_too(capsys):
-    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("toy"):
+    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("python -m toy.train"):
         raise ValueError("--data has no text")
     assert stop.value.code == 2
     assert capsys.readouterr().err == "python -m toy.train: --data has no text\n"
-    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("toy"):
+    with pytest.raises(SystemExit) as stop, config.mistakes_in_one_line("python -m toy.train"):
         raise KeyboardInterrupt
     assert stop.value.code == 130 and capsys.readouterr().err == "\npython -m toy.train: stopped\n"
-    with pytest.raises(KeyError), config.mistakes_in_one_line("toy"):
+    with pytest.raises(KeyError), config.mistakes_in_one_line("python -m toy.train"):
         raise KeyError("not the user's")
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from common.measuring import torch_settings
-from common.your_step.doctor import EQUAL, UP_TO_OPTIMIZER, WHOLE, diagnose
+from common.your_step.doctor import UP_TO_OPTIMIZER, WHOLE, diagnose
 from common.your_step.findings import NOTE, REMEDIES
+from common.your_step.trial import EQUAL
 
 FOLDER = Path(__file__).parent
 BROKEN = sorted((FOLDER / "broken").glob("*.py"))

@@ -140,3 +140,12 @@ def test_tied_weights_are_kept_once_and_names_tell_objects_apart():
 
     names = [name for name, _ in snapshot.tensors]
     assert names == ["Sequential 0.0.weight", "Sequential 1.0.weight", "Sequential 1.0.bias", "Tensor"]
+
+
+def test_draws_are_known_until_they_are_put_back():
+    snapshot = Snapshot([nn.Linear(2, 2)], CPU)
+    assert not snapshot.has_drawn()
+    torch.rand(1)
+    assert snapshot.has_drawn()
+    snapshot.restore()
+    assert not snapshot.has_drawn()

@@ -31,9 +31,9 @@ def build(device):
 """
 
 
-def state_of(tmp_path, device="cpu"):
+def state_of(tmp_path, device="cpu", dropout="0.1"):
     path = tmp_path / "my_step.py"
-    path.write_text(STEP)
+    path.write_text(STEP.replace("Dropout(0.1)", f"Dropout({dropout})"))
     return StepState(f"{path}:build", torch.device(device), "test")
 
 
@@ -106,9 +106,10 @@ def test_what_took_too_long_once_is_not_compiled_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_modules_train_as_eager_does_with_its_random_numbers(tmp_path):
-    found, variant = deviation(state_of(tmp_path), graphs.CompiledModules)
-    assert found < 1e-5 and "eager's random numbers" in variant.capture.strategy
+@pytest.mark.parametrize("dropout", ["0.1", "0.0"])
+def test_compiled_modules_train_as_eager_does_and_say_whether_they_draw_its_random_numbers(tmp_path, dropout):
+    found, variant = deviation(state_of(tmp_path, dropout=dropout), graphs.CompiledModules)
+    assert found < 1e-5 and ("eager's random numbers" in variant.capture.strategy) == (dropout == "0.1")
 
 
 @pytest.mark.gpu

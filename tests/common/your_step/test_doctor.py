@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from common.your_step import doctor
-from common.your_step.doctor import EQUAL, UP_TO_OPTIMIZER, WHOLE, diagnose
+from common.your_step.doctor import MODULES, UP_TO_OPTIMIZER, WHOLE, diagnose
 from common.your_step.findings import NOTE, STOPS, WRONG
+from common.your_step.trial import EQUAL
 
 STEP = """
 import torch, random, threading
@@ -185,16 +186,6 @@ FOUND = {
             "        return loss",
         },
     ),
-    "a parameter without a gradient": (
-        "unused parameter",
-        NOTE,
-        "",
-        {
-            "return loss": "return loss.detach()",
-            LOSS: LOSS + " + 0 * model[2].bias.detach().sum()",
-            "model(x)": "nn.functional.linear(model[:2](x), model[2].weight)",
-        },
-    ),
 }
 SOUND = {
     "a number stored": {LOSS: f"x = x.clone(); x[:, 0] = 1.0; {LOSS}"},
@@ -266,13 +257,12 @@ def test_a_step_that_knows_its_batch_is_told_apart_from_a_wrong_capture(tmp_path
     assert [finding.kind for finding in found.findings] == ["wrong copy"]
 
 
-def test_wrong_numbers_name_step_tensor_and_module(tmp_path):
+def test_wrong_numbers_name_step_and_tensor(tmp_path):
     hook = "model[1].register_forward_hook(lambda module, args, out: out * random.random())"
 
     found, _ = diagnosed(tmp_path, {"# more": hook})
 
     assert "Sequential.0.weight differs from eager's after step 1" in found.outcomes[WHOLE.title]
-    assert "the outputs of 1 differ first" in found.outcomes[WHOLE.title]
     assert "python random" in {finding.kind for finding in found.findings}
 
 
@@ -298,14 +288,23 @@ def test_a_step_that_raises_while_a_stream_captures_is_a_finding(tmp_path, monke
     assert finding.level == STOPS and "not here" in finding.evidence
 
 
-def test_the_largest_modules_that_can_be_captured_are_listed(tmp_path):
-    reads = (
-        "class Reads(nn.Module):\n    def forward(self, x):\n        return x * float(x.detach().mean())\n\ndef build"
-    )
-    found, _ = diagnosed(tmp_path, {"def build": reads, "nn.ReLU()": "Reads()"})
+READS = "class Reads(nn.Module):\n    def forward(self, x):\n        return x * float(x.detach().mean())\n\ndef build"
+DEEP = "nn.Sequential(*[each for _ in range(4) for each in (nn.Linear(32, 32), nn.Tanh())])"
 
-    assert [name for name, _ in found.parts] == ["0", "2"]
-    assert "modules that can be captured" in found.text()
+
+def test_graphs_of_modules_are_tried_where_the_whole_step_cannot_be_captured(tmp_path):
+    layers = f"nn.Linear(16, 32), {DEEP}, Reads(), nn.Linear(32, 4)"
+    found, _ = diagnosed(tmp_path, {"def build": READS, "nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)": layers})
+
+    assert found.status == 6
+    assert found.outcomes[MODULES.title] == f"{EQUAL}: forward and backward of 1 (Sequential)"
+    assert f"{MODULES.title}: {EQUAL}" in found.text()
+
+
+def test_a_step_without_a_large_module_has_no_graphs_of_modules(tmp_path):
+    found, _ = diagnosed(tmp_path, {"def build": READS, "nn.ReLU()": "Reads()"})
+
+    assert found.outcomes[MODULES.title].startswith("not possible: no module is large enough")
 
 
 @pytest.mark.parametrize(("words", "status"), [([], 2), (["no.py:build"], 2)])

@@ -7,7 +7,8 @@ from common.capture import host_graph_rules as rules
 from common.capture.checks import CaptureError
 from common.capture.errors import explained
 from common.capture.pool import Pool
-from common.your_step import user_file, watch
+from common.your_step import record, user_file
+from common.your_step.doctor import diagnose
 from common.your_step.findings import REMEDIES, STOPS
 from common.your_step.trial import Trial
 
@@ -36,9 +37,14 @@ OTHERS = [
     ("During CUDA graph capture, autograd node 'X' has a stale reference to the default stream", "gradients"),
     ("captures_underway.empty() INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp", "another capture"),
     ("accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run", "next replay"),
-    # Two of torch._inductor.cudagraph_trees.
+    # Of torch._inductor.cudagraph_trees, in 2.11 and 2.13.
     ("TODO: graph recording observed an input tensor deallocate during graph  recording that did not", "checkpoint"),
     ("Unable to hit fast path of CUDAGraphs because of pending, uninvoked backwards. Consider", "backward pass"),
+    ("Unable to hit fast path of CUDAGraphs because outputs from a previous step still require backward.", "waits"),
+    (
+        "Error: accessing gradient tensor output of CUDAGraphs that has been overwritten by a subsequent run.",
+        "added up",
+    ),
     ("CUDA out of memory. Tried to allocate 2.00 GiB", "does not fit"),
     ("CUDA error: an illegal memory access was encountered", "given back"),
 ]
@@ -76,9 +82,9 @@ def test_each_reason_of_the_rules_has_a_kind_of_finding_with_a_remedy():
     own = {value for name, value in vars(rules).items() if name.isupper() and isinstance(value, str)}
     assert own == set(REASONS)
     # A watched step draws from any generator, and replays nothing.
-    assert own - watch.KINDS.keys() == {rules.UNKNOWN_GENERATOR, rules.GONE, rules.MOVED}
-    assert {reason for _, _, reason in rules.PATCHED} <= watch.KINDS.keys()
-    assert set(watch.KINDS.values()) <= REMEDIES.keys()
+    assert own - record.KINDS.keys() == {rules.UNKNOWN_GENERATOR, rules.GONE, rules.MOVED}
+    assert {reason for _, _, reason in rules.PATCHED} <= record.KINDS.keys()
+    assert set(record.KINDS.values()) <= REMEDIES.keys()
 
 
 def test_an_error_of_a_host_graph_carries_reason_and_place():
@@ -103,6 +109,29 @@ def test_step_that_raises_an_error_of_compiled_graphs_is_told_the_remedy():
 
     assert "compile around the checkpoint" in user_file.said(RuntimeError(message))
     assert "compile around" not in user_file.said(RuntimeError("shapes differ"))
+
+
+@pytest.mark.parametrize(
+    "why", ["of pending, uninvoked backwards", "outputs from a previous step still require backward"]
+)
+def test_warning_of_compiled_graphs_is_a_finding_with_its_line(tmp_path, why):
+    path = tmp_path / "my_step.py"
+    path.write_text(
+        "import torch, warnings\n"
+        "def build(device):\n"
+        "    model = torch.nn.Linear(4, 4).to(device)\n"
+        "    def step(batch):\n"
+        "        loss = model(batch).mean()\n"
+        f"        warnings.warn('Unable to hit fast path of CUDAGraphs because {why}.')\n"
+        "        loss.backward()\n"
+        "        return loss\n"
+        "    return step, [torch.randn(2, 4)], [model]\n"
+    )
+    found = diagnose(f"{path}:build", torch.device("cpu"))
+
+    (finding,) = [each for each in found.findings if each.kind == "compiled graphs"]
+    assert finding.where == f"{path}:6" and "waits for its backward pass" in finding.evidence
+    assert "cudagraph_mark_step_begin()" in finding.remedy
 
 
 def test_finding_of_a_failed_capture_has_the_lines_of_cudas_log():

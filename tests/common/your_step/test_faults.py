@@ -5,8 +5,8 @@ import errno
 import pytest
 import torch
 
-from common.your_step import doctor, memory
-from common.your_step.findings import STOPS, WRONG
+from common.your_step import doctor
+from common.your_step.findings import WRONG
 from common.your_step.graphs import GraphedStep
 from common.your_step.state import StepState
 from common.your_step.trial import EQUAL, Trial
@@ -97,13 +97,6 @@ def test_a_graph_that_runs_out_of_memory_is_named_and_the_next_one_is_tried(step
     assert outcome.text == "failed: out of memory: asked for 2.00 GiB, 1.00 GiB free"
     assert outcome.finding.kind == "memory" and "capture smaller parts" in outcome.finding.evidence
     assert trial.of(doctor.making(GraphedStep), []).text == EQUAL
-
-
-@pytest.mark.parametrize(("need", "free", "levels"), [(3 << 30, 2 << 30, [STOPS]), (2 << 30, 3 << 30, [])])
-def test_memory_is_foretold(need, free, levels):
-    line, findings = memory.beside_free(need, free, "my_step.py")
-    assert f"{need >> 30}.00 GiB, {free >> 30}.00 GiB are free" in line
-    assert [(each.kind, each.level) for each in findings] == [("memory", level) for level in levels]
 
 
 def test_memory_that_is_free_between_replays_is_filled(step_file):

@@ -221,6 +221,39 @@ def test_parts_of_a_sequential_are_shown_with_their_class(tmp_path):
     model = "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(device)"
     build = f"{model}; optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)"
 
-    found, _ = _found(tmp_path, f"{SQUARE}; loss.item()", build=build)
+    reads = "model[1].register_forward_hook(lambda module, args, out: out * out.detach().mean().item())"
+    found, _ = _found(tmp_path, SQUARE, build=f"{build}; {reads}")
 
-    assert "0 (Linear) 50 %" in found.text() and "1 (Linear)" in found.text()
+    assert "in 1 (Linear): host read" in found.text()
+
+
+# Of a GPU's table; a CPU reads nothing in them.
+BY_TABLE = {
+    "eigenvalues": ("loss = x.mean(); torch.linalg.eig(x.T @ x)", "linalg_eig is held by no graph: it"),
+    "a factor": (
+        "loss = torch.linalg.lu_factor(x.T @ x)[0].mean()",
+        "linalg_lu_factor is held by no graph: it",
+    ),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU shows what its own torch does")
+@pytest.mark.parametrize(("step", "evidence"), BY_TABLE.values(), ids=BY_TABLE)
+def test_operator_that_a_graph_refuses_is_named_by_the_table(tmp_path, step, evidence):
+    found, lines = _found(tmp_path, step)
+
+    assert _lines(found, lines, "host read") == [step], found.text()
+    assert f"{evidence} waits for the GPU in 4 of 4 samples, torch 2" in found.text()
+
+
+REMEDIES = {
+    "loss = (x.repeat_interleave(batch.argmax(-1), 0)).mean()": "x.repeat_interleave(n, output_size=10)",
+    "loss = torch.linalg.inv(x.T @ x + torch.eye(4)).mean()": "torch.linalg.inv_ex(square)",
+}
+
+
+@pytest.mark.parametrize("step", REMEDIES)
+def test_remedy_is_the_call_that_a_graph_holds(tmp_path, step):
+    found, _ = _found(tmp_path, step)
+
+    assert f"a graph holds {REMEDIES[step]} in its place" in found.text()

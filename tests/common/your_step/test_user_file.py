@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from common.measuring import marks
 from common.your_step import step_file, user_file
 from common.your_step.doctor import WHOLE, diagnose
 from common.your_step.state import StepState
@@ -148,3 +149,24 @@ def test_a_build_that_exits_is_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"step\.py:3: build\(device\) raised SystemExit"):
         user_file.load(f"{path}:build", torch.device("cpu"))
     assert sys.argv == words
+
+
+def test_layers_are_marked_only_where_somebody_watches(tmp_path):
+    path = tmp_path / "step.py"
+    path.write_text(
+        "import torch\n"
+        "def build(device):\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())\n"
+        "    def step(batch):\n"
+        "        loss = model(batch).mean()\n"
+        "        loss.backward()\n"
+        "        return loss\n"
+        "    return step, [torch.randn(2, 4)], [model]\n"
+    )
+    state = StepState(f"{path}:build", torch.device("cpu"), "test")
+    seen = []
+    with marks.watching_marks(lambda: seen.append(1)):
+        state.marked_train(0)
+    state.marked_train(0)
+    # Forward and backward of both layers, once.
+    assert len(seen) == 4
