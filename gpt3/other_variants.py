@@ -35,7 +35,7 @@ from common.variant import Compiled, Unsupported, require_compiler
 from common.variant_parameterized import Parameterized
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
-from gpt3.train import eager_step
+from gpt3.train import GraphedLayers, eager_step
 
 # Flags of make_graphed_callables: no gradient is cloned; slots share static inputs and output gradients, too.
 NOT_CLONED = {"clone_param_grads_on_return": False}
@@ -217,6 +217,27 @@ def require(state: State, name: str):
 def compiled(state: State, capture, mode="default"):
     require_compiler(state.device)
     return Compiled(state, eager_step, _layers(state), "each layer", mode, capture=capture)
+
+
+@variant(
+    "graph_layer_compile",
+    kind="compile",
+    help="graph_layer over layers that torch.compile made: what a graph adds to the compiler",
+    graphs=lambda c: c.layer_passes,
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+    when=lambda c: not c.staged,
+)
+def compiled_graphed(state: State, capture):
+    layers = compiled(state, capture)
+    layers.enter()
+    try:
+        graphed = GraphedLayers(state, capture)
+    finally:
+        layers.leave()
+    capture.strategy = "each layer's forward and backward, by torch.compile"
+    graphed.layers = layers  # keeps the compiled kernels, which the graphs launch
+    return graphed
 
 
 @variant(
