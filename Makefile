@@ -120,7 +120,7 @@ test-slow: ## the slow tests, and those with Slurm where sbatch is found
 	$(setup) core dev plots lightning speech dali parquet peft
 	$(from_make) test-slow
 
-long: ## kills and damaged input by the hundred, half an hour
+long: ## kills and damaged input by the hundred, 500 steps of each model, an hour
 	$(setup) core dev plots lightning speech dali parquet peft
 	$(from_make) long
 
