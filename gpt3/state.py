@@ -11,7 +11,8 @@ from common.measuring.marks import section
 from common.training import schedule
 from common.training.data import token_files
 from common.training.memory_plan import fewer_layers
-from common.training.optimizers.adam import Adam, Hyperparameters, NoAdam
+from common.training.optimizers.adam import Adam, NoAdam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.zero import ZeroAdam, reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import Ranks, make_groups

@@ -11,7 +11,8 @@ from common.machine import host_state
 from common.measuring.marks import section
 from common.training.data.checkpoint import open_checkpoint
 from common.training.memory_plan import GIB, budget_bytes, fewer_layers
-from common.training.optimizers.adam import Adam, Hyperparameters
+from common.training.optimizers.adam import Adam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups

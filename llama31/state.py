@@ -8,7 +8,8 @@ import torch
 from common.capture.pool import StaticInputs
 from common.measuring.marks import mark, section
 from common.training.data import token_files
-from common.training.optimizers.adam import Adam, Hyperparameters, NoAdam
+from common.training.optimizers.adam import Adam, NoAdam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups

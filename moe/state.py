@@ -14,7 +14,8 @@ from common.measuring.marks import mark, section
 from common.training.data import token_files
 from common.training.data.checkpoint import Checkpoint, open_checkpoint
 from common.training.memory_plan import fewer_layers, require
-from common.training.optimizers.adam import Adam, Hyperparameters
+from common.training.optimizers.adam import Adam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import fill_

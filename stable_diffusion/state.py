@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.capture.static_inputs import DoubleBuffered
 from common.machine import memory
 from common.measuring.marks import section
-from common.training.optimizers.adam import Adam, Hyperparameters, LossScaler
+from common.training.optimizers.adam import Adam, LossScaler
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
 from common.training.step_report import ScaledReport
 from common.variant import Unsupported

@@ -303,7 +303,7 @@ class BuildMeasurement:
                         self._add("repetition", variant, seed=command["seed"], **_trained(answer))
 
     def _alone(self) -> dict[str, list[tuple[str, dict]]]:
-        """Of each process of its own, by its first variant, the (variant, command) that it still has to answer.
+        """First variant of a separate process -> the (variant, command) pairs that this process still has to answer.
 
         The base's has nothing but eager in it, so it also repeats the audits.
         """

@@ -236,7 +236,7 @@ class BuildWorker:
 
     @property
     def shares(self) -> bool:
-        """Whether eager steps take their memory from the graphs' pool."""
+        """True where eager steps take their memory from the graphs' pool."""
         return self._shares
 
     def remaining(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What benchmarks/operators.py found, as the table of docs/operators.md."""
+"""The table of docs/operators.md, from the file that benchmarks/operators.py writes."""
 
 from collections import Counter
 from pathlib import Path

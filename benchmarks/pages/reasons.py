@@ -1,4 +1,4 @@
-"""Why a graph is not faster: which of NVIDIA's five reasons its profile shows (docs/nvidia_rules.md)."""
+"""The reason why a graph is not faster: the one of NVIDIA's five reasons its profile shows (docs/nvidia_rules.md)."""
 
 from benchmarks.judge import Judged
 

@@ -133,7 +133,7 @@ def of_ranks(found: Found) -> list[tuple[str, Point]]:
 
 
 def _skews(point: Point) -> list[float]:
-    """Of each step by how much the slowest rank took longer than the fastest, as a share; [] in older files."""
+    """The slowest rank's time / the fastest's, less 1, for each step; [] in older files."""
     blocks = point.judged.blocks(point.name, False)
     pairs = [pair for block in blocks for pair in zip(block.step_ms, block.fastest_ms, strict=False)]
     return [slowest / fastest - 1 for slowest, fastest in pairs]

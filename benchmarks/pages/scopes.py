@@ -12,7 +12,7 @@ from common.text import in_markdown
 
 
 class Scope(NamedTuple):
-    """What Megatron captures under a setting, what stays eager, and the variant here that captures the same part."""
+    """A setting of Megatron: what it captures, what stays eager, and the variant here that captures the same part."""
 
     impl: str
     scope: str
@@ -59,7 +59,7 @@ def markdown(found: Found, page: Path, argument: str = "") -> str:
 
 
 def _of_model(found, page, model):
-    """What each scope of a model gains, needs alone, and leaves to the host, with eager; then those without a run."""
+    """Rows of a model: gain, memory alone and issue of eager and of each scope; then the scopes without a run."""
     lines, missing = [], []
     for scope in (Scope("", "", "nothing", "all", model, "eager"), *(each for each in SCOPES if each.model == model)):
         rows = [row for row in _rows(found, model, scope.variant) if row.status == PASS]

@@ -23,7 +23,7 @@ def read_before_written(state, indices: list[int]) -> tuple[Place, str] | None:
 
 
 def _filled_step(state, index, value):
-    """Where fresh memory that holds a value was read, and whether NaN comes out of the step."""
+    """Places that read fresh memory which holds a value, and whether NaN comes out of the step."""
     state.reset()
     batch, filled = state.batch(index), Filled(value)
     with filled:

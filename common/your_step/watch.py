@@ -51,7 +51,7 @@ def _calls_of_gpu() -> list:
 
 @dataclass(frozen=True)
 class Beside:
-    """What may go on beside a step.
+    """Work that may go on beside a step.
 
     Attributes:
         threads: those of the user's that may draw random numbers meanwhile.

@@ -47,7 +47,7 @@ class Backbone(nn.Module):
 
 
 class Layer(nn.Module):
-    """Of an encoder, or of the decoder, which reads a memory."""
+    """A layer of the encoder, or of the decoder, which reads a memory."""
 
     def __init__(self, width, heads, hidden, has_memory=False):
         super().__init__()

@@ -143,7 +143,7 @@ class Executable:
         return partial(getattr(driver.cu, f"cuGraphExec{name}"), executable, handle, structure, *of_memory)
 
     def _structure(self, node, handle, chunks):
-        """What the driver takes for a node, over bytes of the blob."""
+        """The driver's structure of a node, over bytes of the blob."""
         starts = [self._blob.ctypes.data + chunk.start for chunk in chunks]
         if node.kind != "kernel":
             return getattr(driver.cu, _STRUCTURES[node.kind][0])(_ptr=starts[0])

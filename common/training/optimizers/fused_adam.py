@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.training.optimizers.adam import Hyperparameters
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.triton_launch import Launch
 
 

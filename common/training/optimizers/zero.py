@@ -15,7 +15,8 @@ and with it a clipped gradient, may differ.
 
 import torch
 
-from common.training.optimizers.adam import Adam, Hyperparameters
+from common.training.optimizers.adam import Adam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
 
 BUCKET_BYTES = 256 * 2**20

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from common.capture.host_graph import HostPool
-from common.training.optimizers.adam import Adam, Hyperparameters
+from common.training.optimizers.adam import Adam
+from common.training.optimizers.hyperparameters import Hyperparameters
 
 SHAPES = [(5, 3), (7,)]
 # A large eps makes the update depend on the gradients' scale, so that clipping shows in the weights.

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from common.capture.pool import Pool
-from common.training.optimizers.adam import Adam, Hyperparameters, LossScaler
+from common.training.optimizers.adam import Adam, LossScaler
+from common.training.optimizers.hyperparameters import Hyperparameters
 
 
 class Rule:

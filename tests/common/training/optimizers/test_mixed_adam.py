@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common.training.optimizers.adam import Adam, Hyperparameters
+from common.training.optimizers.adam import Adam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
 NUMBERS = Hyperparameters(lr=0.01, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, clip=1.0)

@@ -7,7 +7,8 @@ import torch
 
 from common.capture.host_graph import HostPool
 from common.training.optimizers import zero
-from common.training.optimizers.adam import Adam, Hyperparameters
+from common.training.optimizers.adam import Adam
+from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
 from common.training.parallel.groups import Ranks, make_groups
 from tests.helpers import gloo_ranks
