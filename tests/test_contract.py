@@ -207,7 +207,7 @@ def test_mistake_is_one_line_and_exit_status_two(model, arguments, words):
     assert all(word in answer.stderr for word in words)
 
 
-@pytest.mark.parametrize("model", ["llama2_lora", "llama31"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name in ("llama2_lora", "llama31")])
 def test_fp4_is_refused_in_one_line_where_no_gpu_computes_it(model):
     answer = fork(model, "--preset", "tiny", "--precision", "nvfp4")
     assert (answer.returncode, answer.stderr) == (3, "")
