@@ -35,7 +35,7 @@ from common.your_step import step_file
 from common.your_step.config import LEAST_GAIN
 
 MODEL = facts.OWN_STEP
-FASTER, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 3, 4, 5, 6, 7, 8
+FASTER, EAGER_FAILED, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 1, 3, 4, 5, 6, 7, 8
 MISTAKE = 2
 STATUS_OF = {"faster": FASTER, "same": SAME, "unclear": UNCLEAR, "slower": SLOWER}
 WHAT = {
@@ -49,7 +49,8 @@ WHAT = {
 }
 VARIANTS = ("eager", *WHAT)
 NAMES = {status: word for word, status in STATUS_OF.items()}
-NAMES |= {WRONG: "wrong numbers", NO_CAPTURE: "cannot be captured", NOT_MEASURED: "not measured", 1: "failed"}
+NAMES |= {WRONG: "wrong numbers", NO_CAPTURE: "cannot be captured", NOT_MEASURED: "not measured"}
+NAMES |= {EAGER_FAILED: "failed"}
 PROG = command.prog_of("measure")
 DOCTOR_LIMIT_S = 300
 # The last cycle is to end after so many seconds; audits, profiles and the last check of parity take some.
@@ -137,6 +138,9 @@ def verdict(measured: Run) -> tuple[int, str]:
     graphs = [name for name, each in own.build.variants.items() if each.kind in ("graph", "compile")]
     passed = [name for name in graphs if own.passed(name)]
     wrong = [name for name in graphs if own.verdicts[name].is_wrong_numbers]
+    eager = own.verdicts.get("eager")
+    if graphs and not passed and eager is not None and eager.status == "failed":
+        return EAGER_FAILED, f"The eager step failed: {eager.reason}."
     if graphs and not passed:
         return _none_passed({name: own.verdicts[name] for name in graphs}, wrong)
     if measured.device == "cpu" or not graphs:
@@ -339,7 +343,7 @@ def _measure(args, told: dict) -> int:
     ((measured, path),), _ = run.measured(asked)
     if path is None:
         print("The eager step failed, so nothing was timed.")
-        return 1
+        return EAGER_FAILED
     status, sentence = verdict(measured)
     (own,) = judged(measured).values()
     whole = own.verdicts.get("graph_step")

@@ -35,7 +35,7 @@ INSTEAD = {
 MEANINGS = {
     "CUDA error: operation not permitted when stream is capturing": "waits for the GPU",
     "Cannot copy between CPU and CUDA tensors": "copies from or to host memory that is not pinned",
-    "cusolver error": "cuSOLVER waits for the GPU",
+    "cusolver error": "waits for the GPU in cuSOLVER",
 }
 # Modules of torch whose names the operators begin with: linalg.inv is aten::linalg_inv.
 _MODULES = ("linalg.", "fft.", "special.", "masked.", "signal.windows.", "sparse.")

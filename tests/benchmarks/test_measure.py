@@ -76,6 +76,15 @@ def test_a_verdict_without_a_graph_that_passes_says_why(given, reason, status):
     assert found == status and reason in sentence
 
 
+def test_where_eager_fails_too_no_graph_is_blamed():
+    run = made_run(ms={"graph_layer": 8.0})
+    for name in ("eager", "graph_layer"):
+        for block in run.builds[""].variants[name].blocks:
+            block.moved = [0.0] * len(block.moved)
+    found, sentence = measure.verdict(run)
+    assert found == measure.EAGER_FAILED and sentence.startswith("The eager step failed: ")
+
+
 def test_on_a_cpu_nothing_is_measured():
     found, sentence = measure.verdict(made_run(preset="tiny", gpus=(), device="cpu", ms={"graph_layer": 5.0}))
     assert found == measure.NOT_MEASURED and "there is no GPU" in sentence and "graph_layer" in sentence
