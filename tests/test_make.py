@@ -58,7 +58,7 @@ def test_a_target_runs_its_program(machine, target, given, words):
 
 
 def parsed(target, given):
-    """What the program of a target makes of the values that make was given."""
+    """The values that make was given, as the program of a target takes them."""
     _, module, *words = from_make.command_of(target, given)
     program = importlib.import_module(module)
     args = getattr(program, "parse", program.main)(words)

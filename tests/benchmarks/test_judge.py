@@ -425,7 +425,7 @@ def test_a_graph_of_a_small_part_that_its_traits_name_launches_some_kernels():
 
 
 def test_watched_tensors_that_never_move():
-    """Where one of two stands still, the median of their ratios is 1."""
+    """The median of the ratios of two is 1 where one of them stands still."""
     run = change(change(made_run(), moved=[1.0, 1.0, 0.0]), "eager", moved=[1.0, 1.0, 1.0])
     assert verdict(run).fault == Fault.MOVEMENT and "1 watched tensors" in verdict(run).reason
     assert verdict(change(run, cycles=[5], moved=[1.0, 1.0, 0.9])).fault is None

@@ -264,7 +264,7 @@ def words_at(address, count, kind=ctypes.c_float):
 
 
 class FakeCaptures:
-    """What a capture asks of torch.cuda: functions run on the CPU, and say what a GPU's capture would record.
+    """The part of torch.cuda that a capture asks for: functions run on the CPU and say what a GPU would record.
 
     A function calls `new(count)` for a tensor of floats in the pool and `node(...)` for a node of its graph. With
     `seeds`, a capture gets two tensors of a generator. `memory` keeps all that it made: a pool's bytes stay.

@@ -75,7 +75,7 @@ GPUS = {"H200": (139.2, 150), "H100": (78.7, 85)}
 @pytest.mark.parametrize("gpu, card", [("H200", 141), ("H100", 80)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_layers_keep_what_the_preset_says_on_its_cards(gpu, card, preset):
-    """What is predicted fits, and is not far from all that is free where layers keep less than everything."""
+    """The predicted bytes fit, and are not far from all that is free where layers keep less than everything."""
     free_gib, total_gb = GPUS[gpu]
     budget = budget_bytes(int(free_gib * GIB), plans.CONTEXT_BYTES)
     config = plans.fit(PRESETS[preset], budget)

@@ -109,7 +109,7 @@ TORCH_BF16 = {"layer": "torch", "precision": "bf16", "weights": "bf16"}
 @pytest.mark.parametrize("changes", [{"layer": "te"}, TORCH_BF16], ids=["te", "torch"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_layers_keep_what_the_preset_says_on_its_cards(free_gib, total_gb, card, changes, preset):
-    """What is predicted fits, and is not far from all that is free where layers keep less than everything."""
+    """The predicted bytes fit, and are not far from all that is free where layers keep less than everything."""
     budget = budget_bytes(int(free_gib * GIB), CONTEXT_BYTES)
     config = fit(replace(PRESETS[preset], **changes), budget)
     keep = choose(config, preset, total_gb * 10**9, budget)

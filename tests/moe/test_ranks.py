@@ -62,7 +62,7 @@ def differences(preset, names, factor, **changes):
 
 
 def on_gpus():
-    """What differs from eager on this rank's GPU with deterministic kernels, and the reruns."""
+    """Differences from eager on this rank's GPU with deterministic kernels, and the reruns."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch_settings.prepare(device)
     with torch_settings.deterministic_kernels():

@@ -96,7 +96,7 @@ def test_a_sealed_run_reads_back_as_it_was(made):
 
 
 def test_facts_are_checked_before_a_file_is_sealed(made):
-    """What is written can be read back, byte for byte: whole numbers of a script are numbers of the file's types."""
+    """A written file reads back byte for byte: whole numbers of a script are numbers of the file's types."""
     worker = {"config": {}, "card": [], "notes": [], "flops_per_step": 7, "items_per_step": 32}
     made.add("worker", build="", flops_convention="", unit="rows", **worker)
     data = run_file.as_bytes(partial.folded(made.facts))

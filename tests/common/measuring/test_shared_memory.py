@@ -32,7 +32,7 @@ def test_a_context_inside_itself_is_entered_once_and_again_after_an_error():
 
 @pytest.fixture
 def as_before(monkeypatch):
-    """What sharing changes of torch and this process is put back."""
+    """Sharing puts back whatever it changes of torch and this process."""
     changed = ((torch.cuda, "graph_pool_handle"), (torch._C, "_graph_pool_handle"), (variants, "eager_memory"))
     for owner, name in changed:
         monkeypatch.setattr(owner, name, getattr(owner, name, None), raising=False)

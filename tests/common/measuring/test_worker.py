@@ -60,7 +60,7 @@ def test_a_state_for_parity_is_built_under_deterministic_kernels(parity):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_parity_keeps_a_variant_that_is_compiled_once(monkeypatch, keep):
-    """What torch compiles for deterministic kernels it would compile again for those that are timed."""
+    """Code that torch compiles for deterministic kernels it would compile again for those that are timed."""
     made = []
 
     def make(name):

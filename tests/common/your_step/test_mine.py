@@ -88,7 +88,7 @@ def test_a_capture_that_dies_is_told_with_its_line_and_on_a_cpu_stands_against_n
 
 
 def test_an_optimizer_that_follows_a_replay_steps_on_the_gradients_of_the_capture(tmp_path):
-    """What a replay fills are the gradients of the capture, whatever a reset or eager steps have bound since."""
+    """A replay fills the gradients of the capture, whatever a reset or eager steps have bound since."""
     capture = """
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

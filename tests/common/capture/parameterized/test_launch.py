@@ -261,7 +261,7 @@ def test_a_launch_draws_from_the_state_that_the_generator_has_now(fake, draws):
 
 @pytest.mark.parametrize("call", ["cuGraphInstantiate", "cuGraphLaunch", "cuGraphKernelNodeSetParams"])
 def test_a_launch_that_fails_draws_nothing_and_the_next_one_is_right(fake, draws, call):
-    """What runs eagerly in its place draws the same numbers."""
+    """An eager run in its place draws the same numbers."""
     region = drawing(fake).region()
     fake.error = {call: CUresult.CUDA_ERROR_UNKNOWN}
     with pytest.raises(driver.DriverError, match="CUDA_ERROR_UNKNOWN|999"):

@@ -140,7 +140,7 @@ def test_a_captured_step_is_bitwise_an_eager_one(four_ranks):
 
 
 def test_shared_norm_split_state_and_reset(four_ranks):
-    """What ranks share counts once in the norm; masters and moments are shared out."""
+    """Parameters that ranks share count once in the norm; masters and moments are shared out."""
     num_elements = sum(torch.Size(shape).numel() for shape in SHAPES)
     padded = sum(-(-torch.Size(shape).numel() // 128) * 128 for shape in SHAPES)
     for result in four_ranks:
