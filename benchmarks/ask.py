@@ -126,25 +126,22 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
     )
     chosen = chosen_variants(args.variants, description)
     builds = description["builds"]
-    # A build that changes nothing of what is asked for is measured with the preset. A build with the fields of an
-    # earlier one (the preset has none) is not: it is there to have a worker of its own.
+    # A build that changes nothing of what is asked for is measured with the preset.
     config = description["presets"][preset]
     unchanged = {
         name
         for name, fields in builds.items()
         if name and all(_asked(key, args.flags, config) == str(value) for key, value in fields.items())
     }
-    declared = list(builds.values())
-    merged = {name for name in unchanged if declared.index(builds[name]) == list(builds).index(name)}
     for name, fields in builds.items():
-        if name in merged:
+        if name in unchanged:
             continue
-        names = {name} if name else {name, *merged}
+        names = {name} if name else {name, *unchanged}
         own = [each for each in chosen if names & set(_builds_of(each, description))]
         kinds = {description["kinds"][each] for each in own}
         is_new = not {each for build in asked.builds for each in build.variants} >= set(own)
         # Eagers of a build alone say nothing that another build has not said.
-        is_undone = name not in unchanged and {text.split("=")[0] for text in args.flags} & set(map(flag_of, fields))
+        is_undone = {text.split("=")[0] for text in args.flags} & set(map(flag_of, fields))
         if "eager" in kinds and (is_new or kinds != {"eager"}) and not is_undone:
             asked.builds.append(_build(asked, name, fields, own, has_control=not args.no_control))
     if not asked.builds:

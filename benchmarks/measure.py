@@ -46,6 +46,7 @@ WHAT = {
     "graph_compiled": "compile the modules, and capture the whole step",
     "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
     "mine": "keep the capture that your file makes",
+    "graph_parameterized": 'compile the modules with backend="parameterized" of this repository',
 }
 VARIANTS = ("eager", *WHAT)
 NAMES = {status: word for word, status in STATUS_OF.items()}
@@ -57,6 +58,8 @@ DOCTOR_LIMIT_S = 300
 CYCLES_END_S = 101.0
 # On a CPU `compile` runs where it is named, and the others do not.
 COMPILED = ("compile", "graph_compiled", "reduce_overhead")
+# Where --variants names it alone: docs/parameterized.md.
+PARAMETERIZED = "graph_parameterized"
 # A graph of the whole step leaves nothing that a graph of a part would remove.
 WHOLE = ("graph_step", *COMPILED)
 # Measured where the file hands one over.
@@ -240,7 +243,7 @@ def _usual(args, asked: Options, seen: dict) -> Options:
     is_whole = has_gpu and seen.get("whole_is_right")
     if is_whole:
         print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
-    names = WHOLE if is_whole else [name for name in WHAT if name != MINE and (has_gpu or name not in COMPILED)]
+    names = WHOLE if is_whole else [name for name in WHAT if name not in (MINE, PARAMETERIZED) and (has_gpu or name not in COMPILED)]
     return request(args, ",".join([*names, *([MINE] if seen.get("has_mine") else [])]))
 
 

@@ -319,8 +319,7 @@ def _alias_main(model):
 def about(variants: dict[str, Declared], builds: dict[str, dict] | None = None) -> dict:
     """The entries of --describe that follow from the variants of `scan`; see `common.config.describe`.
 
-    builds: name -> {field of the config: value} of builds beside the preset itself. A build without fields, or with
-    those of an earlier build, is there to have a worker of its own.
+    builds: name -> {field of the config: value} of builds beside the preset itself.
     """
     own = variants.values()
     return {

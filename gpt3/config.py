@@ -129,12 +129,12 @@ ON_CPU = ("tiny", "tiny_pp")
 # hidden size and vocabulary stay as they are.
 SWEEPS = {"batch": ["microbatch"], "sequence": ["sequence"], "width": ["heads", "ffn"], "layers": ["layers"]}
 
-# torch.compile needs them: te and FP8 modules opt out of it. The second build is there to have a worker of its own.
+# torch.compile needs them: te and FP8 modules opt out of it.
 TORCH_BF16 = {"layer": "torch", "precision": "bf16"}
 
 FACTS = {
     "files": ["other_variants", "pipeline.stage", "pipeline.stage_graphs"],
-    "builds": {"torch_bf16": TORCH_BF16, "parameterized": TORCH_BF16},
+    "builds": {"torch_bf16": TORCH_BF16},
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": SWEEPS,

@@ -259,7 +259,7 @@ def reduce_overhead(state: State, capture):
     help="forward and backward of each layer as graphs without a pool, launched on the memory of the eager step",
     graphs=None,
     parity="bitwise",
-    builds=("parameterized",),
+    builds=("torch_bf16",),
     when=lambda c: not c.staged,
 )
 def parameterized(state: State, capture):

@@ -104,7 +104,7 @@ from gpt3.state import State, hyperparameters, resolve
     help="kernels launched one by one",
     parity="bitwise",
     headline=True,
-    builds=("", "torch_bf16", "parameterized"),
+    builds=("", "torch_bf16"),
     when=lambda c: not c.staged,
 )
 def eager_step(state: State, index: int):

@@ -214,7 +214,6 @@ FACTS = {
     "builds": {
         "te": {"layer": "te"},
         "torch_bf16": TORCH_BF16,
-        "parameterized": TORCH_BF16,
         "nvfp4_emulated": {"layer": "handwritten", "precision": "nvfp4_emulated"},
     },
     # Transformer Engine reads it when a layer is made: parity has a process of its own.

@@ -247,7 +247,6 @@ FACTS = {
     "builds": {
         "validate": {"validate_every": 4},  # training and validation, a graph each, as in NVIDIA's submission
         "torch_bf16": TORCH_BF16,
-        "parameterized": TORCH_BF16,
         "nvfp4_emulated": TORCH_BF16 | {"precision": "nvfp4_emulated"},
     },
     # Transformer Engine reads it when a layer is made: parity has a process of its own.

@@ -52,7 +52,7 @@ def in_fp4(state: State, capture):
     help="forward and backward of each layer as graphs without a pool, launched on the memory of the eager step",
     graphs=None,
     parity="bitwise",
-    builds=("parameterized",),
+    builds=("torch_bf16",),
 )
 def parameterized(state: State, capture):
     functions, summed = _layers(state), [list(layer.parameters()) for layer in state.layers]

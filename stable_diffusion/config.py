@@ -79,8 +79,6 @@ PRESETS = {
 
 FACTS = {
     "files": ["other_variants"],
-    # The preset as it is, in a worker of its own.
-    "builds": {"parameterized": {}},
     "parity_steps": 50,
     "sweeps": {"batch": ["batch"]},
     "presets_need": lambda preset, config: needs(preset != "tiny", submitted=(8, 8) if preset == "mlperf" else None),

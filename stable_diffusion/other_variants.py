@@ -71,7 +71,7 @@ def reduce_overhead(state: State, capture):
     return compiled(state, capture, "reduce-overhead")
 
 
-@variant("graph_parameterized", kind="graph", graphs=None, parity="bitwise", builds=("parameterized",))
+@variant("graph_parameterized", kind="graph", graphs=None, parity="bitwise")
 def parameterized(state: State, capture):
     """Forward and backward of the UNet as graphs without a pool, launched on the memory of the eager step."""
     return Parameterized(state, eager_step, [(state, "model")], "the UNet", capture=capture)

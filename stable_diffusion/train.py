@@ -86,7 +86,7 @@ from stable_diffusion.state import State, hyperparameters
 
 # @variant registers a way to run the step for the command line and the harness (common/contract.py,
 # docs/reading_a_script.md). Skip it at first reading.
-@variant("eager", kind="eager", parity="bitwise", headline=True, builds=("", "parameterized"))
+@variant("eager", kind="eager", parity="bitwise", headline=True)
 def eager_step(state: State, index: int):
     """Kernels launched one by one, nothing waits for the GPU."""
     state.begin_step(index)  # copies the next batch into the static inputs, writes this step's learning rate

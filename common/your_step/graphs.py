@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.contract import variant
 from common.training.snapshot import storage_id
 from common.variant import Capture, Compiled, Unsupported, require_compiler
+from common.variant_parameterized import Parameterized
 from common.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
 from common.your_step.state import StepState
 
@@ -262,3 +263,10 @@ class ReducedOverhead(CompiledModules):
     """torch.compile of the modules, whose mode reduce-overhead captures graphs itself."""
 
     mode = "reduce-overhead"
+
+
+@variant("graph_parameterized", kind="graph", graphs=None, parity=1e-2)
+def parameterized(state: StepState, capture: Capture):
+    """Forward and backward of each module as graphs without a pool, launched on the memory of the eager step."""
+    functions = [(module, "forward") for module in state.modules]
+    return Parameterized(state, eager_step, functions, "the modules", capture=capture, fullgraph=False)

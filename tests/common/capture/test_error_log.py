@@ -65,4 +65,4 @@ def test_failed_capture_names_the_call_in_its_log():
         # A capture that failed leaves torch's generator as in a capture.
         torch.cuda.default_generators[0].graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
     if error_log.end() is not None:
-        assert any("in the main thread" in line for line in error.value.log)
+        assert any("in the main thread" in line for line in error.value.log), error.value.log

@@ -28,7 +28,7 @@ def device():
 def deterministic(monkeypatch):
     """Attention's backward adds in any order otherwise, eager's too."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 

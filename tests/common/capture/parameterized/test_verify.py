@@ -142,8 +142,10 @@ def test_a_rounding_passes_by_its_name_where_kernels_need_not_be_deterministic()
 
     with pytest.raises(RegionRefused, match="result 0 of a launch differs"):
         run(rounded)
-    torch.use_deterministic_algorithms(False)
-    assert run(rounded).inexact == {"result 0"}
+    # With warnings alone, attention's backward adds in any order.
+    for mode in ("default", "warn"):
+        torch.set_deterministic_debug_mode(mode)
+        assert run(rounded).inexact == {"result 0"}
     with pytest.raises(RegionRefused, match="eager differs from itself by"):
         run(lambda inputs, new: [new[:8].copy_(inputs[0] * 2.01), new[8:12]])
 
