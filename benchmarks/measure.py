@@ -64,6 +64,7 @@ PARAMETERIZED = "graph_parameterized"
 WHOLE = ("graph_step", *COMPILED)
 # Measured where the file hands one over.
 MINE = "mine"
+USUAL = [name for name in WHAT if name not in (MINE, PARAMETERIZED)]
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
 # In the user's interpreter, which may be old: versions of Python and torch.
 VERSIONS = """
@@ -243,7 +244,7 @@ def _usual(args, asked: Options, seen: dict) -> Options:
     is_whole = has_gpu and seen.get("whole_is_right")
     if is_whole:
         print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
-    names = WHOLE if is_whole else [name for name in WHAT if name not in (MINE, PARAMETERIZED) and (has_gpu or name not in COMPILED)]
+    names = WHOLE if is_whole else [name for name in USUAL if has_gpu or name not in COMPILED]
     return request(args, ",".join([*names, *([MINE] if seen.get("has_mine") else [])]))
 
 

@@ -17,21 +17,23 @@ class Parameterized(Compiled):
         functions: (object, attribute) of each function that is replaced.
         what: the functions in words, for the strategy.
         capture: the variant's.
-        fullgraph: each function must be one graph of the compiler; else each of its graphs is a region.
         summed: parameters of each layer whose hooks add gradients to main_grad (common/capture/parameterized/sums.py).
 
     Raises:
         CaptureError: every region was refused; the message has the reasons.
     """
 
-    def __init__(self, state, step, functions, what: str, summed=(), *, capture: Capture, fullgraph=True):
+    # Each function must be one graph of the compiler; else each of its graphs is a region.
+    fullgraph = True
+
+    def __init__(self, state, step, functions, what: str, summed=(), *, capture: Capture):
         # Imports the compiler, which takes seconds.
         from common.capture.parameterized import backend
         from common.capture.parameterized.sums import Sums
 
         self.regions = backend.Regions()
         self._sums = Sums(list(summed), self.regions.all.append)
-        self.replace(state, step, functions, capture, backend="parameterized", dynamic=False, fullgraph=fullgraph)
+        self.replace(state, step, functions, capture, backend="parameterized", dynamic=False, fullgraph=self.fullgraph)
         self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
         self.enter()
         try:

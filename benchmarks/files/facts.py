@@ -239,12 +239,15 @@ class Alone(Struct, kw_only=True):
     """A variant as the only one of a process: built, made, and some steps with the kernels of the blocks.
 
     Attributes:
-        peak_reserved_bytes: most that torch's allocator held in the steps.
+        peak_reserved_bytes: most that torch's allocator held from before the capture on.
+        steps_reserved_bytes: most that it held in the steps; the cache was given back before them. Older files have
+            none.
         driver_bytes: what the driver says is taken then, with CUDA's context and loaded kernels.
         step_ms: of each step.
     """
 
     peak_reserved_bytes: Whole
+    steps_reserved_bytes: Whole | None = None
     driver_bytes: Whole | None = None
     step_ms: list[Ms] = field(default_factory=list)
 

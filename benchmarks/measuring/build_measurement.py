@@ -327,12 +327,14 @@ class BuildMeasurement:
         return {plan["base"]: own, **found} if own else found
 
     def _missing_alone(self) -> list[str]:
-        """The base, headline variants and graphs whose memory alone is to be measured; none on a CPU."""
+        """The base, headline variants and all with graphs whose memory alone is to be measured; none on a CPU."""
         if not self._of("worker")[-1]["gpus"]:
             return []
         names = [self._of("plan")[-1]["base"]]
         known = self.request.variants
-        names += [name for name in self.worker.remaining() if known[name]["headline"] or known[name]["kind"] == "graph"]
+        captured = {each["variant"] for each in self._of("capture") if each.get("graphs")}
+        wanted = {name for name in known if known[name]["headline"] or known[name]["kind"] == "graph"} | captured
+        names += [name for name in self.worker.remaining() if name in wanted]
         done = {each["variant"] for each in self._of("alone")}
         return [name for name in dict.fromkeys(names) if name not in done]
 

@@ -10,6 +10,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
     <!-- table: rules -->       NVIDIA's rules of thumb beside runs; "rules reasons": why a graph is not faster
     <!-- table: scopes -->      Megatron's scopes beside the variants here; "scopes llama31": all of one model
+    <!-- table: memory -->      parameterized launches beside eager and other graphs: ms, and memory alone in a process
     <!-- table: lengths -->     RNN-T with changing lengths, host by host
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
     <!-- end -->
@@ -26,7 +27,7 @@ from urllib.parse import quote
 from benchmarks import ROOT, runs, statistics
 from benchmarks.files.facts import OWN_STEP, Run, stem
 from benchmarks.judge import PASS, judged
-from benchmarks.pages import headlines, operators, published, rules, scopes, tables
+from benchmarks.pages import headlines, memory, operators, published, rules, scopes, tables
 from benchmarks.pages.headlines import Headline
 from benchmarks.pages.run_table import GIB
 from benchmarks.runs import Found, Range, Row
@@ -358,6 +359,7 @@ _TABLES: dict[str, Callable[[Found, Path, str], str]] = {
     "rules": rules.markdown,
     "scopes": scopes.markdown,
     "operators": operators.markdown,
+    "memory": memory.markdown,
     "lengths": _lengths,
     "nvidia": _nvidia,
 }

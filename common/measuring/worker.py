@@ -283,10 +283,16 @@ class Worker:
         name = command["variant"]
         block.forget_peak(self.device)
         self.do_capture(command)
+        capture = block.peak(self.device).get("peak_reserved_bytes", 0)
+        block.forget_peak(self.device)
         with self._entered(name, self.kept[name]):
             self.training.reset()
             step_ms, _ = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
-        return {"step_ms": [round(ms, 5) for ms in step_ms], **block.peak(self.device)}
+        found = block.peak(self.device)
+        if found:
+            found["steps_reserved_bytes"] = found["peak_reserved_bytes"]
+            found["peak_reserved_bytes"] = max(capture, found["peak_reserved_bytes"])
+        return {"step_ms": [round(ms, 5) for ms in step_ms], **found}
 
     # --- parts
 

@@ -201,6 +201,12 @@ def deadline(limit_s: float):
         signal.signal(signal.SIGALRM, before)
 
 
+def _forwards(state):
+    if not state.modules:
+        raise Unsupported("no module was handed over, so there is nothing to compile")
+    return [(module, "forward") for module in state.modules]
+
+
 @variant("compile", kind="compile", parity=1e-2, headline=True)
 class CompiledModules(Compiled):
     """torch.compile of the modules, without graphs.
@@ -211,14 +217,11 @@ class CompiledModules(Compiled):
     mode = "default"
 
     def __init__(self, state: StepState, capture: Capture):
-        if not state.modules:
-            raise Unsupported("no module was handed over, so there is nothing to compile")
         if state.gave_up_compiling:
             raise Unsupported(state.gave_up_compiling)
         is_named = self.mode == "default" and not state.compile_limit_s
-        functions = [(module, "forward") for module in state.modules]
         options = {"fullgraph": False, "options": {"fallback_random": True}, "on_cpu": is_named}
-        super().__init__(state, eager_step, functions, "the modules", mode=self.mode, capture=capture, **options)
+        super().__init__(state, eager_step, _forwards(state), "the modules", mode=self.mode, capture=capture, **options)
         self.numbers = ", with eager's random numbers in timed blocks, too" if state.snapshot.has_drawn() else ""
         self.capture.strategy += self.numbers
 
@@ -266,7 +269,10 @@ class ReducedOverhead(CompiledModules):
 
 
 @variant("graph_parameterized", kind="graph", graphs=None, parity=1e-2)
-def parameterized(state: StepState, capture: Capture):
+class ParameterizedModules(Parameterized):
     """Forward and backward of each module as graphs without a pool, launched on the memory of the eager step."""
-    functions = [(module, "forward") for module in state.modules]
-    return Parameterized(state, eager_step, functions, "the modules", capture=capture, fullgraph=False)
+
+    fullgraph = False
+
+    def __init__(self, state: StepState, capture: Capture):
+        super().__init__(state, eager_step, _forwards(state), "the modules", capture=capture)

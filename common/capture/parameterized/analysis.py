@@ -145,12 +145,17 @@ class _Seen(TorchDispatchMode):
     Operators made of others choose them by that, too (`isTensorSubclassLike`). Both captures shall allocate alike.
     """
 
+    # The compiler's calls of Triton kernels.
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
 class _Distinct(TorchDispatchMode):
     """Holds whatever operators make, and finds what they read besides that: storages by address of their object."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, device: torch.device):
         super().__init__()

@@ -30,6 +30,8 @@ from common.capture.parameterized.region import capture
 # Results of attention in its schemas.
 _SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
 _RELEASED = "released"
+# A user's Triton kernels. Their calls launch kernels as other operators do.
+_TRITON = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 _SAVES_RANDOM_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsafe_run_with_rng_state")
 
 
@@ -264,6 +266,8 @@ def _reason_against(graph, inputs) -> str:
     for node in graph.graph.nodes:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             name = node.target.name()
+            if name in _TRITON:
+                continue
             if name in _SAVES_RANDOM_STATE:
                 return f"it saves the random state for a checkpoint ({name}): checkpoint with preserve_rng_state=False"
             return f"it calls {name}, an operator on functions"

@@ -306,6 +306,14 @@ def test_scopes_of_a_model_say_what_each_gains_needs_and_leaves_to_the_host(tmp_
     ) + "."  # fmt: skip
 
 
+def test_memory_of_parameterized_launches_stands_beside_that_of_the_runs_other_variants(tmp_path):
+    ms = {"eager": 10.0, "graph_layer": 9.0, "graph_parameterized": 8.0}
+    put(tmp_path, 0, names=tuple(ms), ms=ms, alone={"eager": 2**30, "graph_parameterized": 2**31})
+    eager, launched = table("memory", tmp_path).splitlines()[2:]
+    assert eager.endswith("| `eager` | 10.00 | base |  | 1.00 | 2.00 |  |")
+    assert launched.endswith("| `graph_parameterized` | 8.00 | 1.250x |  | 2.00 | 4.00 |  |")
+
+
 def test_the_overview_begins_with_its_contents_and_the_best_rows(found):
     text = overview.page_of(found, ROOT / "results" / "overview.md")
     contents, best = text.index("- [Best rows](#best-rows)"), text.index("\n## Best rows")

@@ -10,6 +10,7 @@ from torch import nn
 from common.capture import memory
 from common.capture.checks import CaptureError, RegionRefused
 from common.capture.parameterized import backend, random_state
+from stable_diffusion import kernels
 from tests.helpers import shaken
 from tests.helpers.host_graph_cases import same
 from tests.helpers.regions import Captured
@@ -451,6 +452,32 @@ def test_layers_of_a_model_have_executables_of_their_own_and_a_steady_step_patch
         # The driver takes memory by steps of 2 MiB.
         assert sum(row["driver_bytes"] for row in rows) < 64 * MIB
         assert patched <= 4 * 8
+    finally:
+        regions.release()
+        torch._dynamo.reset()
+
+
+def test_triton_kernels_of_a_function_are_launched_forward_and_backward(device):
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(64, device=device, requires_grad=True) for _ in range(2))
+
+    def run(x):
+        return kernels.geglu(kernels.group_norm(x, 8, weight, bias, silu=True).permute(0, 2, 3, 1), bias).square()
+
+    def train(fn, x):
+        y = fn(x)
+        return [y, *torch.autograd.grad(y.float().sum(), [x, weight, bias])]
+
+    torch._dynamo.reset()
+    regions = backend.Regions()
+    try:
+        compiled = torch.compile(run, backend="parameterized", fullgraph=True, dynamic=False)
+        for _ in range(4):
+            x = torch.randn(2, 64, 16, 16, device=device).to(memory_format=torch.channels_last).requires_grad_()
+            with backend.collecting(regions):
+                found = train(compiled, x)
+            assert same(found, train(run, x))
+        assert [(row["state"], row["reason"]) for row in (r.row() for r in regions.all)] == [("parameterized", "")] * 2
     finally:
         regions.release()
         torch._dynamo.reset()
