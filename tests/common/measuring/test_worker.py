@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.contract import Training
+from common.measuring import worker as worker_module
 from common.measuring.worker import Worker
 from common.variant import Refused, Unsupported
 
@@ -75,3 +76,20 @@ def test_parity_keeps_a_variant_that_is_compiled_once(monkeypatch, keep):
     assert found == {"graphs": 1, "hashes": ["h"]}
     assert worker.do_capture({"variant": "compiled"}) == {"graphs": 1 if keep else 2}
     assert made == ([False] if keep else [True, False])
+
+
+@pytest.mark.parametrize(("capture", "steps", "peak"), [(5, 3, 5), (2, 3, 3)])
+def test_memory_alone_tells_the_steps_from_the_capture(monkeypatch, capture, steps, peak):
+    worker = Worker(model(training), CPU, None, ONE_RANK)
+    worker.do_build({})
+    worker.training = SimpleNamespace(reset=lambda: None)
+    worker.model.kinds = {}
+    held = iter((capture, steps))
+    calls = []
+    monkeypatch.setattr(worker_module.block, "forget_peak", lambda device: calls.append("forget"))
+    monkeypatch.setattr(worker_module.block, "peak", lambda device: {"peak_reserved_bytes": next(held)})
+    monkeypatch.setattr(worker_module.block, "timed_steps", lambda *args: calls.append("steps") or ([1.0], None))
+    monkeypatch.setattr(worker, "_make", lambda name: calls.append("make") or (SimpleNamespace(), {}))
+    found = worker.do_alone({"variant": "graph", "steps": 1})
+    assert found == {"step_ms": [1.0], "steps_reserved_bytes": steps, "peak_reserved_bytes": peak}
+    assert calls == ["forget", "make", "forget", "steps"]
