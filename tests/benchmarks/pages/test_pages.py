@@ -298,7 +298,7 @@ def test_scopes_of_a_model_say_what_each_gains_needs_and_leaves_to_the_host(tmp_
     ms = {"eager": 10.0, "graph_attn": 9.0, "graph_step": 8.0}
     put(tmp_path, 0, model="llama31", names=tuple(ms), ms=ms)
     eager, attn, step, _, missing = table("scopes", tmp_path, "llama31").splitlines()[2:]
-    assert eager.startswith("| `eager` | nothing | all | [llama31/bench](") and " (H200) | base | " in eager
+    assert eager.startswith("| `eager` | nothing | [llama31/bench](") and " (H200) | base | " in eager
     assert attn.startswith("| `graph_attn` | norm, attention, residual | ") and " | 1.11x | " in attn
     assert step.startswith("| `graph_step` | ") and " | 1.25x | " in step
     assert missing == "Not measured in blocks on a GPU yet: " + ", ".join(
