@@ -250,7 +250,16 @@ def _model(found, page, argument):
     left = tables.as_list(tables.not_timed(own))
     # Each row has its base's ms beside it; results/overview.md has the rows of bases and controls.
     shown = [row for row in timed if row.variant != row.base and not row.control] or timed
-    return tables.rows_as_markdown(shown, page) + (f"\n\nWithout a number:\n\n{left}" if left else "")
+    lines, before = [], ""
+    for row in shown:
+        where = row.workload
+        gpus = f"{where.ranks} " * (where.ranks > 1) + headlines.short(where.gpu)
+        name = tables.linked(f"{where.name.removeprefix(f'{argument}/')}, {gpus}", row, page)
+        cells = [in_markdown(tables.CELLS[column](row)) for column in tables.FEW[1:]]
+        lines.append(["" if name == before else name, *cells])
+        before = name
+    table = tables.markdown(list(tables.FEW), lines)
+    return table + (f"\n\nWithout a number:\n\n{left}" if left else "")
 
 
 def _lengths(found, page, argument):

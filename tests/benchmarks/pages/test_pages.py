@@ -133,6 +133,18 @@ def test_cells_of_the_front_page_are_those_of_the_hosts(found):
         assert {own.ms for own in line.gpus} == {row.ms for row in rows}
 
 
+def test_a_models_table_names_workload_and_gpu_once_and_leaves_out_base_and_control(tmp_path):
+    ms = {"eager": 10.0, "graph_layer": 8.0, "graph_step": 5.0, "control": 10.0}
+    put(tmp_path, 0, names=tuple(ms), ms=ms)
+    put(tmp_path, 1, ms=MS, boot="c", ranks=2)
+    lines = table("model", tmp_path, "gpt3").splitlines()[2:]
+    assert [line.split(" | ")[:4] for line in lines] == [
+        ["| [bench, H200](h200x1/gpt3-bench)", "graph_layer", "10.00", "8.00"],
+        ["| ", "graph_step", "10.00", "5.00"],
+        ["| [bench, 2 H200](h200x1/gpt3-bench)", "graph_layer", "10.00", "8.00"],
+    ]
+
+
 def test_the_answers_say_on_how_many_hosts(tmp_path):
     several_hosts(tmp_path)
     put(tmp_path, 4, model="rnnt", ms={"eager": 11.0, "graph_layer": 10.0}, boot="f")
