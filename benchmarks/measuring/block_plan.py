@@ -59,7 +59,7 @@ def order_of_cycle(base: str, others: Sequence[str], seed: str) -> list[str]:
     """Return the order of a cycle's blocks: base, the others in an order drawn for each cycle, base.
 
     With many variants, an order that is reversed in every second cycle makes neighbouring cycles err alike. A fixed
-    order adds drift to the ratios (docs/statistics.md).
+    order adds drift to the ratios (results/simulation.md).
     """
     drawn = list(others)
     random.Random(seed).shuffle(drawn)

@@ -6,7 +6,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: front -->       graph and eager of each workload over all hosts
     <!-- table: needs -->       memory, minutes and versions of the runs
     <!-- table: trust -->       hosts, controls, ceilings and failures, in a line each
-    <!-- table: model gpt3 -->  all rows of a model on GPUs
+    <!-- table: model gpt3 -->  the variants of a model on GPUs beside their bases
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
     <!-- table: rules -->       NVIDIA's rules of thumb beside runs; "rules reasons": why a graph is not faster
     <!-- table: scopes -->      Megatron's scopes beside the variants here; "scopes llama31": all of one model
@@ -249,7 +249,18 @@ def _model(found, page, argument):
     if not timed:
         return "Not measured in blocks on a GPU yet."
     left = tables.as_list(tables.not_timed(own))
-    return tables.rows_as_markdown(timed, page) + (f"\n\nWithout a number:\n\n{left}" if left else "")
+    # Each row has its base's ms beside it; results/overview.md has the rows of bases and controls.
+    shown = [row for row in timed if row.variant != row.base and not row.control] or timed
+    lines, before = [], ""
+    for row in shown:
+        where = row.workload
+        gpus = f"{where.ranks} " * (where.ranks > 1) + headlines.short(where.gpu)
+        name = tables.linked(f"{where.name.removeprefix(f'{argument}/')}, {gpus}", row, page)
+        cells = [in_markdown(tables.CELLS[column](row)) for column in tables.FEW[1:]]
+        lines.append(["" if name == before else name, *cells])
+        before = name
+    table = tables.markdown(list(tables.FEW), lines)
+    return table + (f"\n\nWithout a number:\n\n{left}" if left else "")
 
 
 def _lengths(found, page, argument):

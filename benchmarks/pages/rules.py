@@ -153,15 +153,15 @@ def _skew(found) -> str:
 
 
 def _ranks(found: Found, page: Path) -> str:
-    """Steps of several ranks, by how much ranks part, and what runs beside their collectives."""
+    """Steps of several ranks, by how much ranks part, and what runs beside their collectives; not of older files."""
     lines = []
     for name, point in sorted(of_ranks(found), key=lambda each: (each[0], each[1].run.id)):
         steps = [ms for block in point.judged.blocks(point.name, False) for ms in block.step_ms]
         skews, profile = _skews(point), point.variant.profile
-        if not steps:
+        if not skews:
             continue
         numbers = [f"{plain.fmean(steps):.2f}", f"{_p95(steps):.2f}"]
-        numbers += [f"{100 * plain.median(skews):.1f} %", f"{100 * _p95(skews):.1f} %"] if skews else ["", ""]
+        numbers += [f"{100 * plain.median(skews):.1f} %", f"{100 * _p95(skews):.1f} %"]
         numbers += ["" if ms is None else f"{max(0.0, ms):.2f}" for ms in (profile.collective_ms, profile.overlap_ms)]
         lines.append([tables.linked_file(name, point.path, page), point.name, *numbers])
     names = ["Two ranks", "variant", "step ms", "p95", "skew", "p95", "collectives ms", "overlap ms"]

@@ -12,37 +12,30 @@ from common.text import in_markdown
 
 
 class Scope(NamedTuple):
-    """A setting of Megatron: what it captures, what stays eager, and the variant here that captures the same part."""
+    """A setting of Megatron: what it captures, and the variant here that captures the same part."""
 
     impl: str
     scope: str
     captured: str
-    eager: str
     model: str
     variant: str
 
 
 TE, CHUNK = "transformer_engine", "any, granularity chunk"
 SCOPES = (
-    Scope(TE, "attn", "norm, attention, residual", "all else of the layer", "moe", "graph_attn"),
-    Scope(TE, "attn, moe_router", "also norm and router", "order of the rows, experts", "moe", "graph_attn_router"),
-    Scope(
-        *(TE, "attn, moe_router, moe_preprocess", "also the order of the rows", "exchange, experts"),
-        *("moe", "graph_attn_router_preprocess"),
-    ),
-    Scope(TE, "moe", "experts with a padded capacity", "embedding, loss, optimizer", "moe", "graph_moe_padded"),
-    Scope(TE, "whole layers", "dense layers", "embedding, loss, optimizer", "gpt3", "graph_layer_te"),
-    Scope(TE, "attn", "norm, attention, residual", "all else of the layer", "llama31", "graph_attn"),
-    Scope(TE, "mlp", "norm, MLP, residual", "all else of the layer", "llama31", "graph_mlp"),
-    Scope(TE, "whole layers", "dense layers", "embedding, loss, optimizer", "llama31", "graph_layer"),
-    Scope("local", "whole layers", "dense layers", "embedding, loss, optimizer", "llama2_lora", "graph_layer"),
-    Scope(CHUNK, "one microbatch", "a chunk of the model", "optimizer", "llama31", "graph_microbatch"),
-    Scope("full_iteration", "all microbatches", "forward, backward", "optimizer", "llama31", "graph_fwd_bwd"),
-    Scope(
-        *("full_iteration, optimizer_cuda_graph", "the step", "also the optimizer", "the batch's copy"),
-        *("llama31", "graph_step"),
-    ),
-    Scope("optimizer_cuda_graph", "the optimizer", "clipping, Adam", "forward, backward", "llama31", "graph_optimizer"),
+    Scope(TE, "attn", "norm, attention, residual", "moe", "graph_attn"),
+    Scope(TE, "attn, moe_router", "also norm and router", "moe", "graph_attn_router"),
+    Scope(TE, "attn, moe_router, moe_preprocess", "also the order of the rows", "moe", "graph_attn_router_preprocess"),
+    Scope(TE, "moe", "experts with a padded capacity", "moe", "graph_moe_padded"),
+    Scope(TE, "whole layers", "dense layers", "gpt3", "graph_layer_te"),
+    Scope(TE, "attn", "norm, attention, residual", "llama31", "graph_attn"),
+    Scope(TE, "mlp", "norm, MLP, residual", "llama31", "graph_mlp"),
+    Scope(TE, "whole layers", "dense layers", "llama31", "graph_layer"),
+    Scope("local", "whole layers", "dense layers", "llama2_lora", "graph_layer"),
+    Scope(CHUNK, "one microbatch", "a chunk of the model", "llama31", "graph_microbatch"),
+    Scope("full_iteration", "all microbatches", "forward, backward", "llama31", "graph_fwd_bwd"),
+    Scope("full_iteration, optimizer_cuda_graph", "the step", "also the optimizer", "llama31", "graph_step"),
+    Scope("optimizer_cuda_graph", "the optimizer", "clipping, Adam", "llama31", "graph_optimizer"),
 )
 
 
@@ -54,22 +47,22 @@ def markdown(found: Found, page: Path, argument: str = "") -> str:
     for scope in SCOPES:
         here = f"[{scope.model}](../{scope.model}/README.md) `{scope.variant}`"
         measured = "<br>".join(_measured(found, page, scope)) or "not measured"
-        lines.append([*scope[:4], here, measured])
-    return tables.markdown(["Impl", "Scope", "In the graphs", "Eager", "Here", "Measured"], lines)
+        lines.append([scope.impl, scope.scope, scope.captured, here, measured])
+    return tables.markdown(["Impl", "Scope", "In the graphs", "Here", "Measured"], lines)
 
 
 def _of_model(found, page, model):
     """Rows of a model: gain, memory alone and issue of eager and of each scope; then the scopes without a run."""
     lines, missing = [], []
-    for scope in (Scope("", "", "nothing", "all", model, "eager"), *(each for each in SCOPES if each.model == model)):
+    for scope in (Scope("", "", "nothing", model, "eager"), *(each for each in SCOPES if each.model == model)):
         rows = [row for row in _rows(found, model, scope.variant) if row.status == PASS]
         for row in rows:
             run = f"{tables.linked(row.workload.name, row, page)} ({in_markdown(headlines.short(row.workload.gpu))})"
             cells = [tables.CELLS[name](row) for name in ("alone GiB", "issue ms")]
             gain = tables.two(row.gain_range, "x") if row.gain_range else "base"
-            lines.append([f"`{scope.variant}`", scope.captured, scope.eager, run, gain, *map(in_markdown, cells)])
+            lines.append([f"`{scope.variant}`", scope.captured, run, gain, *map(in_markdown, cells)])
         missing += [] if rows else [f"`{scope.variant}`"]
-    names = ["Variant", "In the graphs", "Eager", "Run", "gain", "alone GiB", "issue ms"]
+    names = ["Variant", "In the graphs", "Run", "gain", "alone GiB", "issue ms"]
     told = f"\n\nNot measured in blocks on a GPU yet: {', '.join(missing)}." if missing else ""
     return tables.markdown(names, lines) + told
 

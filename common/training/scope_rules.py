@@ -3,7 +3,7 @@
     refuse(Setting(scope="attn,moe", model="moe"))                      ValueError that names the rule, in one line
 
     python -m common.training.scope_rules --model moe --scope attn,moe      is this possible in Megatron?
-    python -m common.training.scope_rules                                   the table of docs/what_to_capture.md
+    python -m common.training.scope_rules                                   all rules, with reasons and sources
 
 A scope says what is captured: parts of layers (Megatron's cuda_graph_modules), whole layers (no modules), a microbatch
 with its loss (cuda_graph_granularity chunk), the iteration of all microbatches (cuda_graph_impl full_iteration), the

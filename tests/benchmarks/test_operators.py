@@ -130,8 +130,29 @@ def test_the_page_has_the_newest_torch_on_a_gpu(tmp_path):
     assert not found.faults
     text = page.markdown(found, tmp_path / "operators.md")
     assert text.startswith("[torch 2.11.0+cu130, NVIDIA H200](operators/b.json): forward: 1 refused; backward: .")
-    assert "| `nonzero` | refused |  | 1 of 4 | a \\| b | `torch.nonzero_static(x, size=4)` |" in text
+    assert "| `nonzero` | 1 of 4 | a \\| b | `torch.nonzero_static(x, size=4)` |" in text
     assert "`add`" not in text
+
+
+def test_operators_without_a_call_in_their_place_are_named_by_outcome(tmp_path):
+    def of(outcome, samples):
+        return {"outcome": outcome, "why": f"{samples} samples: a"}
+
+    operators = {
+        "add": {"forward": of("held", "4 of 4"), "backward": of("held", "4 of 4")},
+        "cov": {"forward": of("refused", "4 of 4"), "backward": of("refused", "4 of 4")},
+        "lu": {"forward": of("refused", "2 of 4")},
+        "isin": {"forward": of("refused", "1 of 4")},
+        "prod": {"forward": of("held", "4 of 4"), "backward": of("refused", "3 of 4")},
+        "flash": {"forward": of("wrong", "1 of 4")},
+    }
+    put(tmp_path, "a.json", operators=operators)
+    assert page.markdown(runs.read(tmp_path), tmp_path / "operators.md").split("\n\n")[2:] == [
+        "Refused in all samples: `cov`.",
+        "Refused in some samples: `lu`, `isin`.",
+        "Refused in the backward alone: `prod`.",
+        "Wrong in some samples: `flash`.",
+    ]
 
 
 @pytest.mark.gpu

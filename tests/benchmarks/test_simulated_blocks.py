@@ -1,4 +1,4 @@
-"""The simulation follows benchmarks.statistics, the rates are reached, and docs/statistics.md has its tables."""
+"""The simulation follows benchmarks.statistics, the rates are reached, and results/simulation.md has its tables."""
 
 import math
 import re
@@ -11,9 +11,9 @@ from benchmarks import statistics
 from benchmarks.measuring.request import FEWEST_CYCLES
 from tests.helpers import simulated_blocks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "statistics.md"
+PAGE = Path(__file__).resolve().parents[2] / "results" / "simulation.md"
 NUMBER = re.compile(r"\d+\.\d")
-# `auto` stops where the scatter happens to look small; docs/statistics.md says so.
+# `auto` stops where the scatter happens to look small; results/simulation.md says so.
 AUTO_MISSES = {"noise 1 %, 0.3 s"}
 
 

@@ -5,7 +5,7 @@
 In a cycle of a simulated run, two graphs and the control stand in a drawn order between two blocks of the base. The
 host sets the pace of eager, which is base and control; graphs are steady. The log of the host's pace is AR(1) noise,
 with bursts and drift in some scenarios. A block is 0.5 s untimed and ten timed steps of 0.1 s, and its number is their
-mean. docs/statistics.md explains the tables.
+mean. results/simulation.md explains the tables.
 """
 
 import argparse

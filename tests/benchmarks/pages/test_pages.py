@@ -133,6 +133,18 @@ def test_cells_of_the_front_page_are_those_of_the_hosts(found):
         assert {own.ms for own in line.gpus} == {row.ms for row in rows}
 
 
+def test_a_models_table_names_workload_and_gpu_once_and_leaves_out_base_and_control(tmp_path):
+    ms = {"eager": 10.0, "graph_layer": 8.0, "graph_step": 5.0, "control": 10.0}
+    put(tmp_path, 0, names=tuple(ms), ms=ms)
+    put(tmp_path, 1, ms=MS, boot="c", ranks=2)
+    lines = table("model", tmp_path, "gpt3").splitlines()[2:]
+    assert [line.split(" | ")[:4] for line in lines] == [
+        ["| [bench, H200](h200x1/gpt3-bench)", "graph_layer", "10.00", "8.00"],
+        ["| ", "graph_step", "10.00", "5.00"],
+        ["| [bench, 2 H200](h200x1/gpt3-bench)", "graph_layer", "10.00", "8.00"],
+    ]
+
+
 def test_the_answers_say_on_how_many_hosts(tmp_path):
     several_hosts(tmp_path)
     put(tmp_path, 4, model="rnnt", ms={"eager": 11.0, "graph_layer": 10.0}, boot="f")
@@ -298,7 +310,7 @@ def test_scopes_of_a_model_say_what_each_gains_needs_and_leaves_to_the_host(tmp_
     ms = {"eager": 10.0, "graph_attn": 9.0, "graph_step": 8.0}
     put(tmp_path, 0, model="llama31", names=tuple(ms), ms=ms)
     eager, attn, step, _, missing = table("scopes", tmp_path, "llama31").splitlines()[2:]
-    assert eager.startswith("| `eager` | nothing | all | [llama31/bench](") and " (H200) | base | " in eager
+    assert eager.startswith("| `eager` | nothing | [llama31/bench](") and " (H200) | base | " in eager
     assert attn.startswith("| `graph_attn` | norm, attention, residual | ") and " | 1.11x | " in attn
     assert step.startswith("| `graph_step` | ") and " | 1.25x | " in step
     assert missing == "Not measured in blocks on a GPU yet: " + ", ".join(

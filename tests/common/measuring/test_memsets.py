@@ -1,4 +1,4 @@
-"""Tests of docs/glossary.md on a graph's launch and memset nodes: recomputed from the profiles of the archive."""
+"""Tests of llama31/README.md on a graph's launch and memset nodes: recomputed from the profiles of the archive."""
 
 import gzip
 import json

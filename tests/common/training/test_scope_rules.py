@@ -105,10 +105,15 @@ def test_each_rule_refuses_what_it_says_and_no_more(rule):
         assert text.isascii() and "|" not in text and "\n" not in text
 
 
-def test_the_page_is_the_table():
+def test_the_page_names_all_rules_and_the_command_prints_them(capsys):
     assert [rule.name for rule in RULES] == list(CASES)
     page = (ROOT / "docs" / "what_to_capture.md").read_text()
-    assert page.endswith(f"\n\n{markdown()}\n")
+    assert f"\n{len(RULES)} rules of Megatron-Core" in page and "-m common.training.scope_rules" in page
+    assert page.endswith("\n\n" + "".join(f"- {rule.name}\n" for rule in RULES))
+    main([])
+    printed = capsys.readouterr().out.splitlines()[2:]
+    for rule, line in zip(RULES, printed, strict=True):
+        assert line == f"| {rule.name} | {rule.why} | {rule.instead} | {rule.source} |"
 
 
 def test_all_rules_that_are_broken_are_named_in_one_line():
