@@ -10,6 +10,7 @@ from torch import nn
 from common.capture import memory
 from common.capture.checks import CaptureError, RegionRefused
 from common.capture.parameterized import backend, random_state
+from common.capture.pool import Pool
 from stable_diffusion import kernels
 from tests.helpers import shaken
 from tests.helpers.host_graph_cases import same
@@ -119,7 +120,7 @@ def test_two_blocks_forward_and_backward(device, dropout):
     assert bool(parameterized.report["random_increment"]) == bool(dropout)
 
 
-def test_1000_steps_with_dropout_on_a_shaken_allocator_are_bitwise_eager(device):
+def test_1000_steps_with_dropout_on_a_shaken_allocator_two_streams_and_a_static_graph_are_bitwise_eager(device):
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -134,8 +135,18 @@ def test_1000_steps_with_dropout_on_a_shaken_allocator_are_bitwise_eager(device)
             return torch.randn(2, 128, 256, device=device, dtype=torch.bfloat16)
 
         expected, _ = shaken.train(eager, list(eager.parameters()), 1000, make_input, shakes=False)
+        a, b, total = (torch.randn(256, 256, device=device) for _ in range(3))
+        expected_total = total.clone()
+        for _ in range(1000):
+            expected_total.add_(a @ b)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph, _ = Pool(device).capture(lambda: total.add_(a @ b))
+        streams = [torch.cuda.Stream() for _ in range(2)]
         with backend.collecting(regions):
-            found, addresses = shaken.train(compiled, list(model.parameters()), 1000, make_input, shakes=True)
+            found, addresses = shaken.train(
+                compiled, list(model.parameters()), 1000, make_input, True, streams, graph.replay
+            )
+        assert torch.equal(total, expected_total)
         rows = [region.row() for region in regions.all]
         assert [(row["state"], row["reason"]) for row in rows] == [("parameterized", "")] * 2
         assert [row["inexact"] for row in rows] == [[], []]
