@@ -268,7 +268,9 @@ class ReducedOverhead(CompiledModules):
     mode = "reduce-overhead"
 
 
-@variant("graph_parameterized", kind="graph", graphs=None, parity=1e-2)
+@variant(
+    "graph_parameterized", kind="graph", graphs=None, parity=1e-2, traits={"part": "forward and backward of modules"}
+)
 class ParameterizedModules(Parameterized):
     """Forward and backward of each module as graphs without a pool, launched on the memory of the eager step."""
 

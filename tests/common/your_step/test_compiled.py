@@ -119,3 +119,9 @@ def test_compiled_steps_train_as_eager_does_on_a_gpu(tmp_path, kind):
     assert found < 1e-2
     if kind is graphs.GraphedCompiledStep:
         assert variant.num_graphs == 2  # one for each shape
+
+
+def test_modules_train_as_eager_does_by_parameterized_launches(tmp_path):
+    found, variant = deviation(state_of(tmp_path), graphs.ParameterizedModules)
+    assert found < 1e-6 and variant.num_graphs >= 2
+    assert {row["state"] for row in variant.capture.report["regions"]} == {"parameterized"}
