@@ -130,7 +130,6 @@ def _numbers(row, name, where, kinds="iu"):
 
 def _parquet_rows(path):
     try:
-        import pandas  # noqa: F401  # to_pandas takes it
         from pyarrow import parquet, types
     except ImportError:
         raise ValueError(
@@ -157,8 +156,8 @@ def _parquet_rows(path):
                 left -= batch.nbytes + _ROW_BYTES * batch.num_rows
                 if left < 0:
                     raise MemoryError
-                # Lists become arrays.
-                yield from batch.to_pandas(ignore_metadata=True).to_dict("records")
+                for number in range(batch.num_rows):
+                    yield {field.name: batch[field.name][number].values for field in fields}
         except MemoryError:
             raise ValueError(f"{FLAG}: {printable(path)} holds more than {most:,} bytes uncompressed") from None
         except Exception as error:  # foreign bytes can make it raise anything
