@@ -19,7 +19,6 @@ from llama2_lora.kernels.attention import PlainAttention
 from llama2_lora.kernels.operators import TorchOperators
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.handwritten import HandwrittenStack
-from llama2_lora.state import CACHE
 from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
 from tests.helpers.followed import difference, follow
@@ -122,14 +121,14 @@ def autograd_step(stack, step=1):
 
 @functools.cache
 def _start_of_corpus():
-    corpus = token_files.python_corpus(CACHE)
+    corpus = token_files.python_corpus()
     return SimpleNamespace(tokens=corpus.tokens[:200_000], num_tokens=200_000, name=corpus.name)
 
 
 def shorten_corpus(patch):
     """Train on a short text: to cut all of the standard library into windows takes longer than most tests."""
     start = _start_of_corpus()
-    patch.setattr(token_files, "python_corpus", lambda cache: start)
+    patch.setattr(token_files, "python_corpus", lambda: start)
 
 
 def with_fields(**fields):
