@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.files.facts import Again, Audit, Block, Build, Run, Trained, Variant, digits
+from common.measuring.parity import SCATTER_FACTOR, loss_deviation
 
 # A variant of kind "graph" whose graphs launch less than this is not the capture that its name says, unless its traits
 # name the small part that it holds. Such graphs launch something all the same.
@@ -30,8 +31,6 @@ CLOCK_SLACK_S = {"cuda": 0.015, "cpu": 0.05}
 LATE_MS = 10.0
 # Rounding of a loss that is printed with seven digits.
 LEAST_LOSS_DEVIATION = {"cuda": 1e-5, "cpu": 1e-6}
-# A difference counts from so many times that of two runs of the reference.
-SCATTER_FACTOR = 2.0
 # Blocks on a CPU that have to show a fault of time or threads.
 LEAST_CPU_BLOCKS, CPU_SHARE = 3, 3 / 8
 # Kernels whose bits differ once in a few hundred calls, as cuDNN's attention backward, let a single block part from the
@@ -408,11 +407,3 @@ def scatter_of_losses(reference: Variant, control: Variant | None = None) -> flo
     blocks += [*reference.again, *(block for block in (control.blocks if control else []) if block.reset)]
     deviations = [loss_deviation(each.losses, firsts.setdefault(each.first, each).losses) for each in blocks]
     return max((each for each in deviations if each is not None), default=0.0)
-
-
-def loss_deviation(own: Sequence[float | None], other: Sequence[float | None]) -> float | None:
-    """Return the largest relative difference of two rows of losses; None where they cannot be compared."""
-    pairs = [(a, b) for a, b in zip(own, other, strict=False) if a is not None and b is not None]
-    if not len(own) == len(other) == len(pairs):
-        return None
-    return max((abs(a - b) / max(abs(b), 1e-30) for a, b in pairs), default=0.0)

@@ -1,8 +1,8 @@
 """Verdicts on a run, made from its facts when it is read: which variants count, and what they gain.
 
 Pure functions: nothing is measured, read or written. A rule that is mended here mends every run file of schema 4. Files
-of schema 3 hold verdicts; their failures stay as they were sealed. Parity is compared here, blocks are checked in
-`benchmarks.checks`; docs/method.md lists all.
+of schema 3 hold verdicts; their failures stay as they were sealed. `common.measuring.parity` compares courses, and
+`benchmarks.checks` blocks; docs/method.md lists all.
 """
 
 import math
@@ -15,15 +15,14 @@ from benchmarks import statistics
 from benchmarks.checks import (
     LARGEST_OF_ONE_BLOCK,
     OF_NUMBERS,
-    SCATTER_FACTOR,
     Fault,
     Found,
     fault_of,
-    loss_deviation,
     scatter_of_losses,
 )
 from benchmarks.files.facts import Block, Build, Course, Run, Variant
 from benchmarks.statistics import Ratio
+from common.measuring.parity import SCATTER_FACTOR, Agreement, agreement, loss_deviation
 
 PASS, FAILED = "pass", "failed"
 # A base that is slower beside the other variants than alone by more than this was slowed by them.
@@ -34,30 +33,6 @@ SLOWED_CPU = 1.25
 LEAST_DEVIATION_AFTER = 1e-5
 # Statuses without a fault of the variant.
 FINE = (PASS, "oom", "unsupported")
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How near two courses are.
-
-    Attributes:
-        is_bitwise: all hashes are equal.
-        deviation: the largest relative difference of their losses; None where they cannot be compared.
-        step: the first step whose hashes differ.
-    """
-
-    is_bitwise: bool
-    deviation: float | None
-    step: int = 0
-
-    def is_within(self, allowed: float) -> bool:
-        """Return whether the losses differ by no more than is allowed; without an allowance only equal bits do."""
-        return self.is_bitwise or (allowed > 0 and self.deviation is not None and self.deviation <= allowed)
-
-    def __str__(self) -> str:
-        if self.is_bitwise:
-            return "bitwise"
-        return "no losses" if self.deviation is None else f"{self.deviation:.1e}"
 
 
 @dataclass(frozen=True)
@@ -308,14 +283,6 @@ def _agreements(build, name) -> list[Agreement | None]:
         other = courses[1:][-1:] if reference is own else others[:1]
         found.append(agreement(courses[0], other[0]) if courses and other else None)
     return found
-
-
-def agreement(own: Course, other: Course) -> Agreement:
-    """Return how near two courses are."""
-    pairs = list(zip(own.hashes, other.hashes, strict=False))
-    first = next((index for index, (a, b) in enumerate(pairs) if a != b), 0)
-    is_bitwise = own.hashes == other.hashes and len(own.hashes) > 0
-    return Agreement(is_bitwise, loss_deviation(own.losses, other.losses), first)
 
 
 def _parity_fault(run, build, name, before, after) -> Found | None:

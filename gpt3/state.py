@@ -1,7 +1,6 @@
 """The state that GPT-3's training reads and writes: built once, reset in place, the same for every variant."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -29,7 +28,6 @@ ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 EDGE_SEED = 4321
 HELD_OUT_BATCHES = 4
 BUCKET_BYTES = 256 * 2**20
-CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 
 
 class State(History):
@@ -251,7 +249,7 @@ def _scaling(config, layers, group):
 
 def training_batches(config, device, data_rank):
     """Rotating batches of real text in host memory, pinned for an asynchronous copy."""
-    source, count = token_files.open_tokens(config.data, CACHE), config.microbatches * config.microbatch
+    source, count = token_files.open_tokens(config.data), config.microbatches * config.microbatch
     batches = []
     for index in range(config.batches):
         batch = _batch(config, source.batch(index + data_rank * config.batches, count, config.sequence))
@@ -261,7 +259,7 @@ def training_batches(config, device, data_rank):
 
 def held_out_batches(config, data_ranks):
     """Batches of the same shape from text that none of `training_batches` contains, the same on every rank."""
-    source, count = token_files.open_tokens(config.data, CACHE), config.microbatches * config.microbatch
+    source, count = token_files.open_tokens(config.data), config.microbatches * config.microbatch
     try:
         rows = source.held_out(HELD_OUT_BATCHES * count, config.sequence, config.batches * data_ranks, count)
     except LookupError as error:

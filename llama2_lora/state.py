@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -38,7 +37,6 @@ SEED = 1234
 # MLPerf Training v5.0, llama2_70b_lora: NVIDIA's configs.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4, "clip": 0.3}
 HELD_OUT_WINDOWS = 4
-CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 # Each rank counts its steps, which select the masks of dropout, from a number this far from the next rank's.
 RANK_STEPS = 1_000_003
 
@@ -62,7 +60,7 @@ class State(History):
         # Names of the groups of ranks that share a window, and of those that each have their own.
         groups = make_groups(self.ranks, device.type)
         self.context, self.data, self.tensor = groups.context, groups.data, TensorRanks(groups.tensor)
-        self.windows = open_windows(config, CACHE, self.place.data_rank, self.ranks.dp, HELD_OUT_WINDOWS)
+        self.windows = open_windows(config, self.place.data_rank, self.ranks.dp, HELD_OUT_WINDOWS)
         self.batches = [self._host_batch(self.windows.batch(index)) for index in range(config.batches)]
         self.inputs = StaticInputs({name: tensor.to(device, copy=True) for name, tensor in self.batches[0].items()})
         self.weights_of_tokens = torch.zeros(config.tokens, device=device)

@@ -1,7 +1,6 @@
 """The state that Llama 3.1's training reads and writes: built once, reset in place, the same for every variant."""
 
 import contextlib
-from pathlib import Path
 
 import torch
 
@@ -38,7 +37,6 @@ SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "clip": 1.0}
 BUCKET_BYTES = 256 * 2**20
 MARK_EVERY = 8
-CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -71,7 +69,7 @@ class State(History):
         )
         # What a microbatch's mean loss counts for in the step's: on the device, since the number of them may change.
         self.share = torch.ones((), device=device)
-        self.source = token_files.open_tokens(config.data, CACHE)
+        self.source = token_files.open_tokens(config.data)
         self.batches = [self._batch(rows) for rows in self._training_rows()]
         self.held_out = self._held_out()
         if config.validate_every:

@@ -2,7 +2,6 @@
 
 import contextlib
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,7 +32,6 @@ INIT_STD = 0.02
 # Kernels of attention without windows and sinks, the fastest first; each is taken where it can run.
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MARK_EVERY = 4
-CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Parameters that each rank has of its own experts; all others are alike on all ranks.
 OF_EXPERTS = ("w1", "w2", "bias1")
@@ -53,7 +51,7 @@ class State(History):
         # Both before any weight is made: a wrong path is told at once.
         self.checkpoint = opened(config) if config.checkpoint else None
         self.notes = self.checkpoint.notes if self.checkpoint else []
-        self.source = token_files.open_tokens(config.data, CACHE)
+        self.source = token_files.open_tokens(config.data)
         # For as long as the state is open.
         self.opened = contextlib.ExitStack()
         self.opened.enter_context(sdpa_kernel(ATTENTION, set_priority=True))

@@ -36,10 +36,10 @@ from common.machine import memory
 from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
 from common.machine.host_pace import operator_us, pace_of_host
-from common.measuring import block, left_running, operators, shared_memory, torch_settings, trace
+from common.measuring import block, left_running, operators, parity, shared_memory, torch_settings, trace
 from common.measuring.agreement import Agreement
 from common.measuring.channel import Channel, Closed
-from common.measuring.state_hash import StateHasher
+from common.measuring.course import Course
 from common.training.parallel.host_messages import of_all_ranks, of_first_rank
 from common.variant import Capture, Variant
 
@@ -325,26 +325,22 @@ class Worker:
 
     def _course(self, variant, first, count, every_step, seconds=None):
         """seconds: after so many it makes no further step, but LEAST_COURSE at least."""
-        training, start_s = self.training, time.monotonic()
-        training.reset()
-        hasher = StateHasher(training.named_state())
-        for index in range(first + count):
+        start_s, every = time.monotonic(), range(first + count)
+
+        def is_over(index):
+            if seconds is None:
+                return False
+            block.synchronize(self.device)
+            return of_first_rank(index + 1 >= LEAST_COURSE and time.monotonic() - start_s > seconds)
+
+        course = Course(self.training, hashed=every if every_step else every[-1:])
+        for index in course.steps(first + count, is_over):
             variant.step(index)
-            if every_step or index == first + count - 1:
-                hasher.update()
-            if seconds is not None:
-                block.synchronize(self.device)
-                if of_first_rank(index + 1 >= LEAST_COURSE and time.monotonic() - start_s > seconds):
-                    count = index + 1
-                    break
-        losses = training.results(first + count)
-        norms = training.grad_norms(first + count)
-        if not all(math.isfinite(loss) for loss in losses):
-            bad = next(index for index, loss in enumerate(losses) if not math.isfinite(loss))
-            raise FloatingPointError(f"loss is {losses[bad]} at step {bad}")
+        parity.require_finite(course.losses)
+        norms = self.training.grad_norms(course.count)
         return {
-            "hashes": hasher.digests(),
-            "losses": [block.finite(loss) for loss in losses[-count:]],
+            "hashes": course.digests(),
+            "losses": [block.finite(loss) for loss in course.losses[-count:]],
             "grad_norms": [block.finite(norm) for norm in norms[-count:]],
         }
 

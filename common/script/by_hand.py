@@ -24,11 +24,11 @@ from common import variant as variants
 from common.contract import Training
 from common.files import json_line, write_text
 from common.machine import environment
-from common.measuring import block, marks, torch_settings, trace
+from common.measuring import block, marks, parity, torch_settings, trace
 from common.measuring.agreement import DEAD_S, GRACE_S, Agreement, RankFault
-from common.measuring.state_hash import StateHasher
+from common.measuring.course import Course
 from common.script import console, mllog
-from common.script.step_checks import as_eager, broken_promise, compare_with_eager, require_finite
+from common.script.step_checks import as_eager, broken_promise, compare_with_eager
 from common.training.parallel.host_messages import barrier, of_all_ranks
 from common.variant import Unsupported, Variant
 
@@ -179,12 +179,10 @@ class Loop:
 
     def _parity(self):
         self.count = self.options.steps or PARITY_STEPS
-        hasher = StateHasher(self.training.named_state())
-        for index in range(self.count):
-            yield index
-            hasher.update()
-        unmoved = hasher.unmoved() if self.count > 1 else []
-        self.result.update(state_hashes=hasher.digests(), num_tensors=len(hasher.names), unmoved=unmoved)
+        course = Course(self.training, hashed=range(self.count))
+        yield from course.steps(self.count)
+        unmoved = course.unmoved() if self.count > 1 else []
+        self.result.update(state_hashes=course.digests(), num_tensors=len(course.names), unmoved=unmoved)
 
     def _profiled(self):
         self.count = trace.UNTRACED_STEPS + trace.TRACED_STEPS
@@ -269,7 +267,7 @@ class Loop:
 
     def finish(self) -> None:
         """Judge the steps, and do what follows a training: an evaluation for the log, and the script's own."""
-        require_finite(self.result["losses"])
+        parity.require_finite(self.result["losses"])
         if self.name == "steps":
             with self.phase("afterwards"):
                 self._afterwards()

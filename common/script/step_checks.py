@@ -7,6 +7,8 @@ import torch
 
 from common.capture.pool import CaptureError
 from common.machine import memory
+from common.measuring import parity
+from common.measuring.course import course
 from common.training.parallel.host_messages import of_all_ranks
 from common.variant import enter, leave
 
@@ -28,30 +30,23 @@ def compare_with_eager(training, variant, reference, device: torch.device) -> li
     Returns:
         Lines for a person: why it was left out, where a GPU has no memory for eager steps beside the graphs; else none.
     """
-    ours = _two_losses(training, variant.step)
+    ours = course(training, variant.step, 2).losses
     free = memory.free_bytes(device)
     # An eager step needs about what the graphs hold.
     if not all(of_all_ranks(free is None or sum(pool.bytes() for pool in variant.capture.pools) < free)):
         return ["graphs were not compared with eager: no memory for its steps beside them"]
     with as_eager(variant):
-        eagers = _two_losses(training, reference)
+        eagers = course(training, reference, 2).losses
     if device.type == "cuda":
         # What eager steps took is no memory of the variant.
         gc.collect()
         torch.cuda.empty_cache()
     # Where eager diverges as well, the capture is not to blame.
-    require_finite(eagers)
-    for index, (our, eager) in enumerate(zip(ours, eagers, strict=True)):
-        if not abs(our - eager) <= TOLERANCE[device.type] * abs(eager):
-            raise CaptureError(f"canary: step {index} replayed gives loss {our:.6g}, eager {eager:.6g}")
+    parity.require_finite(eagers)
+    step = parity.first_loss(ours, eagers, TOLERANCE[device.type])
+    if step is not None:
+        raise CaptureError(f"canary: step {step} replayed gives loss {ours[step]:.6g}, eager {eagers[step]:.6g}")
     return []
-
-
-def _two_losses(training, step):
-    training.reset()
-    for index in range(2):
-        step(index)
-    return training.results(2)
 
 
 @contextlib.contextmanager
@@ -62,13 +57,6 @@ def as_eager(variant):
         yield
     finally:
         enter(variant)
-
-
-def require_finite(losses: list[float]) -> None:
-    """FloatingPointError where a loss is NaN or infinite."""
-    for index, loss in enumerate(losses):
-        if not abs(loss) < float("inf"):
-            raise FloatingPointError(f"loss is {loss} at step {index}")
 
 
 def broken_promise(result: dict) -> str:

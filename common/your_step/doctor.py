@@ -23,19 +23,19 @@ import torch
 from common.config import mistakes_in_one_line
 from common.files import write_text
 from common.machine.memory import explain_oom
-from common.measuring import torch_settings
+from common.measuring import parity, torch_settings
 from common.measuring.module_parts import shown
 from common.text import lines
 from common.training.parallel import collectives
 from common.variant import Capture, complete_variant
-from common.your_step import parity, ranks, step_file, user_file
+from common.your_step import ranks, step_file, user_file
 from common.your_step.eager import EagerSteps
 from common.your_step.findings import NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
 from common.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
 from common.your_step.modules import GraphedModules
 from common.your_step.parts import has_several_ranks
 from common.your_step.state import StepState
-from common.your_step.trial import Outcome, Trial
+from common.your_step.trial import Outcome, Trial, course_of
 from common.your_step.uninitialised import Filled
 
 # Steps of a diagnosis, roughly.
@@ -197,15 +197,15 @@ def of_mine(state: StepState) -> Outcome:
 
 def _cause_of_mine(state: StepState) -> str:
     """Train eagerly as a capture does that makes a known mistake: one that gives the same numbers is the cause."""
-    variant, names = MINE.make(state), [name for name, _ in state.snapshot.tensors]
+    variant = MINE.make(state)
     try:
-        mine = parity.course(state, variant.step)
+        mine = course_of(state, variant.step)
     finally:
         variant.close()
 
     def is_like(make_step):
         # Of all ranks, or they would make other steps.
-        return not ranks.first(parity.difference(mine, mine, parity.course(state, make_step), names))
+        return not ranks.first(parity.difference(mine, mine, course_of(state, make_step)))
 
     def frozen(values):
         def step(index):

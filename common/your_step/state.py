@@ -143,7 +143,7 @@ class StepState:
         """Return all tensors that training carries from step to step."""
         return self.snapshot.tensors
 
-    def read_losses(self, count: int) -> list[float]:
+    def results(self, count: int) -> list[float]:
         """Return the losses of the first steps; NaN for a step that was not made since the reset."""
         return [float(self.losses.get(index, math.nan)) for index in range(min(count, NUM_LOSSES))]
 

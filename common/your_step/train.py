@@ -26,7 +26,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     counted, notes = flops.of_step(lambda: state.train(0), state.reset)
     return Training(
         state=state,
-        results=state.read_losses,
+        results=state.results,
         named_state=state.named_state,
         reset=state.reset,
         batch_class=state.batch_class,

@@ -1,6 +1,8 @@
 """Graphs of a step, each beside two eager trainings from the same start: equal, wrong, or not to be captured."""
 
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,14 +11,49 @@ import torch
 from common import variant as variants
 from common.capture.errors import explained
 from common.capture.pool import CaptureError
-from common.measuring import torch_settings
-from common.your_step import parity, ranks
+from common.measuring import course, parity, torch_settings
+from common.measuring.course import Course
+from common.your_step import ranks
 from common.your_step.findings import STOPS, WRONG, Finding
+from common.your_step.parts import copy_batch, static_copy
 from common.your_step.state import StepState
 
 EQUAL = "trains as eager does"
 # Between two eager trainings whose kernels are not deterministic; more is state that is not put back.
 MOST_NOISE = 1e-2
+# Of each training that is compared with another.
+NUM_STEPS = 8
+# Of all memory, for copies of the state, and trainings whose copies are kept at the same time.
+MOST_SHARE, NUM_COURSES = 0.25, 4
+
+
+def course_of(state: StepState, step: Callable[[int], None]) -> Course:
+    """Train from the start, and copy the state after the last steps: all for whose copies there is memory, or one."""
+    size = NUM_COURSES * sum(tensor.nbytes for _, tensor in state.named_state())
+    is_gpu = state.device.type == "cuda"
+    total = (
+        torch.cuda.mem_get_info(state.device)[1] if is_gpu else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
+    count = int(MOST_SHARE * total // max(size, 1))
+    copied = range(NUM_STEPS)[-max(1, count) :]
+    return course.course(state, step, NUM_STEPS, copied=copied, device=state.device if count else "cpu")
+
+
+def through_copies(state: StepState) -> Callable[[int], None]:
+    """Return a step that runs eagerly on the copies of batches that a graph would read.
+
+    If that training differs from eager, too, the copies are wrong, and not the capture.
+    """
+    copies: dict[int, object] = {}
+
+    def step(index):
+        kind = state.batch_class(index)
+        if kind not in copies:
+            copies[kind] = static_copy(state.batch(index), state.device)
+        copy_batch(copies[kind], state.batch(index))
+        state.keep_loss(index, state.step(copies[kind]))
+
+    return step
 
 
 @dataclass(frozen=True)
@@ -45,8 +82,7 @@ class Trial:
 
     def __init__(self, state: StepState, changes_host: bool):
         self.state, self._changes_host = state, changes_host
-        self.names = [name for name, _ in state.snapshot.tensors]
-        self._eager: list[parity.Course] = []
+        self._eager: list[Course] = []
 
     def of(self, make, obstacles: list[Finding]) -> Outcome:
         """Return how a variant goes that make(state) captures, unless obstacles are known."""
@@ -94,7 +130,7 @@ class Trial:
         if not self._eager:
             variants.leave(variant)
             with torch_settings.noting_other_kernels() as others:
-                self._eager = [parity.course(self.state, self.state.train) for _ in range(2)]
+                self._eager = [course_of(self.state, self.state.train) for _ in range(2)]
             self._is_exact = not others
             variants.enter(variant)
         eager, again = self._eager
@@ -107,7 +143,7 @@ class Trial:
         said = ranks.first(said)
         if said:
             return self._wrong("not finite", f"{said}: nothing is compared", "")
-        unlike = parity.difference(eager, eager, again, self.names)
+        unlike = parity.difference(eager, eager, again)
         if not self._is_exact and parity.scatter(eager, again) <= MOST_NOISE:
             unlike = ""
         unlike = ranks.first(unlike)
@@ -118,7 +154,7 @@ class Trial:
             return self._judged_with_filled_memory(variant)
         cause = ""
         if not self._changes_host:
-            copied = self._difference(parity.through_copies(self.state))
+            copied = self._difference(through_copies(self.state))
             if copied:
                 return self._wrong("wrong copy", f"the step itself trains otherwise on a copy of its batch: {copied}")
             cause = "; run eagerly on the same copies of its batches the step is right, so the capture is at fault"
@@ -138,7 +174,7 @@ class Trial:
 
     def _difference(self, step):
         eager, again = self._eager
-        return ranks.first(parity.difference(eager, again, parity.course(self.state, step), self.names))
+        return ranks.first(parity.difference(eager, again, course_of(self.state, step)))
 
     def _wrong(self, kind, evidence, prefix="wrong numbers: "):
         return Outcome(prefix + evidence, finding=Finding(kind, WRONG, str(self.state.path), evidence))

@@ -52,13 +52,12 @@ def files(data: str, split: str) -> list[Path]:
     return []
 
 
-def _reader(path):
+def _rows(path):
     # Missing and unreadable files are said first.
-    with open_regular(path, FLAG):
-        pass
-    if path.suffix not in _READERS:
-        raise ValueError(f"{FLAG} {printable(path)}: takes {', '.join(_READERS)}, or a folder with train files")
-    return _READERS[path.suffix]
+    with open_regular(path, FLAG, limits.MAX_READ_BYTES) as file:
+        if path.suffix not in _READERS:
+            raise ValueError(f"{FLAG} {printable(path)}: takes {', '.join(_READERS)}, or a folder with train files")
+        yield from _READERS[path.suffix](path, file)
 
 
 def read(paths: list[Path], vocab: int) -> Source:
@@ -68,7 +67,7 @@ def read(paths: list[Path], vocab: int) -> Source:
     """
     tokens, counted, starts, num_tokens = [], [], [], 0
     for path in paths:
-        for number, row in enumerate(_reader(path)(path)):
+        for number, row in enumerate(_rows(path)):
             if len(tokens) >= limits.MAX_ROWS:
                 raise ValueError(f"{FLAG}: {printable(path)} has more than {limits.MAX_ROWS:,} rows")
             ids, counts, begins = _row(row, f"row {number} of {printable(path)}")
@@ -128,41 +127,39 @@ def _numbers(row, name, where, kinds="iu"):
     return found
 
 
-def _parquet_rows(path):
+def _parquet_rows(path, file):
     try:
-        import pandas  # noqa: F401  # to_pandas takes it
         from pyarrow import parquet, types
     except ImportError:
         raise ValueError(
             f"{FLAG}: {printable(path)} needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it"
         ) from None
-    with open_regular(path, FLAG, limits.MAX_READ_BYTES) as file:
-        try:
-            most = left = _most_bytes(os.fstat(file.fileno()).st_size)
+    try:
+        most = left = _most_bytes(os.fstat(file.fileno()).st_size)
+        with limits.at_most(most):
+            table = parquet.ParquetFile(file)
+        fields = [field for field in table.schema_arrow if field.name in FIELDS]
+        for field in fields:
+            kind = getattr(field.type, "value_type", None)
+            if kind is None or not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+                raise ValueError(f"{field.name} is of type {field.type}, no list of numbers")
+        # In this thread: memory that is refused in another one would end the process.
+        batches = table.iter_batches(_BATCH_ROWS, columns=[field.name for field in fields], use_threads=False)
+        while True:
+            # Sizes and counts that the file states may be wrong, so what comes out counts.
             with limits.at_most(most):
-                table = parquet.ParquetFile(file)
-            fields = [field for field in table.schema_arrow if field.name in FIELDS]
-            for field in fields:
-                kind = getattr(field.type, "value_type", None)
-                if kind is None or not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
-                    raise ValueError(f"{field.name} is of type {field.type}, no list of numbers")
-            # In this thread: memory that is refused in another one would end the process.
-            batches = table.iter_batches(_BATCH_ROWS, columns=[field.name for field in fields], use_threads=False)
-            while True:
-                # Sizes and counts that the file states may be wrong, so what comes out counts.
-                with limits.at_most(most):
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                left -= batch.nbytes + _ROW_BYTES * batch.num_rows
-                if left < 0:
-                    raise MemoryError
-                # Lists become arrays.
-                yield from batch.to_pandas(ignore_metadata=True).to_dict("records")
-        except MemoryError:
-            raise ValueError(f"{FLAG}: {printable(path)} holds more than {most:,} bytes uncompressed") from None
-        except Exception as error:  # foreign bytes can make it raise anything
-            raise ValueError(f"{FLAG}: {printable(path)} cannot be read: {first_line(error)}") from None
+                batch = next(batches, None)
+            if batch is None:
+                return
+            left -= batch.nbytes + _ROW_BYTES * batch.num_rows
+            if left < 0:
+                raise MemoryError
+            for number in range(batch.num_rows):
+                yield {field.name: batch[field.name][number].values for field in fields}
+    except MemoryError:
+        raise ValueError(f"{FLAG}: {printable(path)} holds more than {most:,} bytes uncompressed") from None
+    except Exception as error:  # foreign bytes can make it raise anything
+        raise ValueError(f"{FLAG}: {printable(path)} cannot be read: {first_line(error)}") from None
 
 
 def _most_bytes(file_bytes):
@@ -170,17 +167,16 @@ def _most_bytes(file_bytes):
     return min(2**25 + 100 * file_bytes, limits.MAX_READ_BYTES)
 
 
-def _json_rows(path):
-    with open_regular(path, FLAG, limits.MAX_READ_BYTES) as file:
-        for number, line in enumerate(iter(lambda: file.readline(limits.MAX_LINE_BYTES + 1), b""), start=1):
-            where = f"line {number} of {printable(path)}"
-            if len(line) > limits.MAX_LINE_BYTES:
-                raise ValueError(f"{FLAG}: {where} has more than {limits.MAX_LINE_BYTES:,} bytes")
-            try:
-                if line.strip():
-                    yield json.loads(line)
-            except (ValueError, RecursionError):
-                raise ValueError(f"{FLAG}: {where} is damaged, it is not JSON") from None
+def _json_rows(path, file):
+    for number, line in enumerate(iter(lambda: file.readline(limits.MAX_LINE_BYTES + 1), b""), start=1):
+        where = f"line {number} of {printable(path)}"
+        if len(line) > limits.MAX_LINE_BYTES:
+            raise ValueError(f"{FLAG}: {where} has more than {limits.MAX_LINE_BYTES:,} bytes")
+        try:
+            if line.strip():
+                yield json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError(f"{FLAG}: {where} is damaged, it is not JSON") from None
 
 
 _READERS = {".parquet": _parquet_rows, ".jsonl": _json_rows}

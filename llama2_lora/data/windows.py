@@ -1,6 +1,6 @@
 """Fixed windows of packed tokens with a loss mask.
 
-    windows = open_windows(config, cache_dir, rank, world_size)
+    windows = open_windows(config, rank, world_size)
     windows.batch(3), windows.held_out(0)            PackedBatch of tensors, all shapes the same in every batch
 
 --data names packed rows, a file or a folder of train and validation files, in the formats of llama2_lora/data/rows.py.
@@ -136,17 +136,15 @@ class Windows:
         return self._held_out.window(self._held_out_order[index])
 
 
-def open_windows(
-    config: Config, cache_dir, rank: int = 0, world_size: int = 1, num_held_out: int = 4, seed: int = 0
-) -> Windows:
-    """Windows of config.sequence tokens from config.data. cache_dir: keeps token files made from text.
+def open_windows(config: Config, rank: int = 0, world_size: int = 1, num_held_out: int = 4, seed: int = 0) -> Windows:
+    """Windows of config.sequence tokens from config.data.
 
     ValueError in one line: --data that is missing, damaged or too short, tokens outside --vocab.
     """
     if config.data:
         training = rows.read(rows.files(config.data, "train"), config.vocab)
     else:
-        training = _excerpts(token_files.python_corpus(cache_dir), config.sequence, seed)
+        training = _excerpts(token_files.python_corpus(), config.sequence, seed)
         rows.require_vocabulary(training.tokens, config.vocab, training.name)
     held_out = rows.files(config.data, "validation")
     validation = Packing(rows.read(held_out, config.vocab), config) if held_out else None

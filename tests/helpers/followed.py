@@ -1,16 +1,15 @@
 """Steps of a variant, followed from the seeded start: what it trained, to compare with eager bit for bit."""
 
-from common.measuring.state_hash import StateHasher
+from types import SimpleNamespace
+
+from common.measuring.course import course
 
 
 def follow(state, step, count):
     """Losses, gradient norms and hashes of all state after each of `count` steps from the seeded start."""
-    state.reset()
-    hasher = StateHasher(state.named_state())
-    for index in range(count):
-        step(index)
-        hasher.update()
-    return state.read_losses(count), state.read_grad_norms(count), hasher.hashes()
+    training = SimpleNamespace(reset=state.reset, results=state.read_losses, named_state=state.named_state)
+    made = course(training, step, count, hashed=range(count))
+    return made.losses, state.read_grad_norms(count), made.hashes()
 
 
 def difference(ours, eager, state) -> str:

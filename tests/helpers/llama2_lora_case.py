@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from common.measuring.state_hash import StateHasher
 from common.training.data import token_files
 from llama2_lora import plan as plans
 from llama2_lora import train
@@ -20,9 +19,9 @@ from llama2_lora.kernels.attention import PlainAttention
 from llama2_lora.kernels.operators import TorchOperators
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.handwritten import HandwrittenStack
-from llama2_lora.state import CACHE
 from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
+from tests.helpers.followed import difference, follow
 
 CPU = torch.device("cpu")
 TINY = PRESETS["tiny"]
@@ -122,14 +121,14 @@ def autograd_step(stack, step=1):
 
 @functools.cache
 def _start_of_corpus():
-    corpus = token_files.python_corpus(CACHE)
+    corpus = token_files.python_corpus()
     return SimpleNamespace(tokens=corpus.tokens[:200_000], num_tokens=200_000, name=corpus.name)
 
 
 def shorten_corpus(patch):
     """Train on a short text: to cut all of the standard library into windows takes longer than most tests."""
     start = _start_of_corpus()
-    patch.setattr(token_files, "python_corpus", lambda cache: start)
+    patch.setattr(token_files, "python_corpus", lambda: start)
 
 
 def with_fields(**fields):
@@ -139,25 +138,12 @@ def with_fields(**fields):
 # --- whole steps
 
 
-def follow(state, step, count):
-    """Losses, gradient norms and hashes of all state after each of `count` steps from the seeded start."""
-    state.reset()
-    hasher = StateHasher(state.named_state())
-    for index in range(count):
-        step(index)
-        hasher.update()
-    return state.read_losses(count), state.read_grad_norms(count), hasher.hashes()
-
-
 def follow_eager(state, count):
     return follow(state, lambda index: train.eager_step(state, index), count)
 
 
 def assert_equal(ours, eager, state):
-    names = [name for name, _ in state.named_state()]
-    differ = (ours[2] != eager[2]).nonzero().tolist()
-    assert not differ, f"step {differ[0][0]}: {names[differ[0][1]]}"
-    assert ours[:2] == eager[:2]
+    assert difference(ours, eager, state) == ""
 
 
 # --- checkpoints

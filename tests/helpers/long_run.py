@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from common.measuring.state_hash import StateHasher
+from common.measuring.course import Course
 from common.script import by_hand
 from common.script.step_checks import as_eager
 
@@ -45,7 +45,7 @@ def of_model(loop) -> list[torch.Tensor]:
 
 def steps(loop, every):
     training, variant, count = loop.training, loop.variant, loop.options.steps
-    hasher, evaluated, own_replays, middle = StateHasher(training.named_state()), [], 0, count // 2
+    course, evaluated, own_replays, middle = Course(training, hashed=range(count)), [], 0, count // 2
     for place, index in enumerate([*range(count), *range(middle, count)]):
         if place == middle:
             checkpoint = Checkpoint(loop)
@@ -55,7 +55,7 @@ def steps(loop, every):
         before = variant.capture.num_replays
         yield index
         own_replays += variant.capture.num_replays - before if place < count else 0
-        hasher.update()
+        course.look(index)
         if (index + 1) % every == 0:
             with as_eager(variant):
                 evaluated.append(getattr(variant, "evaluate", training.evaluate)())
@@ -66,9 +66,9 @@ def steps(loop, every):
     loop.count = loop.made = count
     loop.replays = variant.capture.num_replays - own_replays
     training.results = lambda count: losses
-    digests = hasher.digests()
+    digests = course.digests()
     loop.result.update(state_hashes=digests[:count], resumed=digests[count:], evaluated=first)
-    loop.result.update(num_tensors=len(hasher.names), unmoved=[])
+    loop.result.update(num_tensors=len(course.names), unmoved=[])
 
 
 def main():

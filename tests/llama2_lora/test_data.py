@@ -59,7 +59,7 @@ def packed_rows(count, length, seed=0):
 
 
 def windows_of(tmp_path, rows, **options):
-    return open_windows(write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path, num_held_out=0, **options)
+    return open_windows(write_jsonl(tmp_path / "rows.jsonl", rows), num_held_out=0, **options)
 
 
 def every(windows):
@@ -74,9 +74,9 @@ def assert_same_windows(ours, theirs):
     assert all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
 
 
-def refused(config, tmp_path, **options):
+def refused(config, **options):
     with pytest.raises(ValueError, match="^--data") as caught:
-        open_windows(config, tmp_path / "cache", **options).batch(0)
+        open_windows(config, **options).batch(0)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -95,12 +95,12 @@ def corpus(monkeypatch):
     """A small Python corpus of 20,000 bytes."""
     tokens = np.random.default_rng(5).integers(32, 127, 20_000).astype(np.uint8)
     made = SimpleNamespace(tokens=tokens, num_tokens=len(tokens), name="python-small")
-    monkeypatch.setattr(token_files, "python_corpus", lambda cache: made)
+    monkeypatch.setattr(token_files, "python_corpus", lambda: made)
     return tokens
 
 
-def test_excerpts_of_python_fill_windows_whose_layouts_differ(corpus, tmp_path):
-    windows = open_windows(CONFIG, tmp_path)
+def test_excerpts_of_python_fill_windows_whose_layouts_differ(corpus):
+    windows = open_windows(CONFIG)
     batches = [windows.batch(index) for index in range(64)]
     for batch in batches:
         assert_consistent(batch)
@@ -112,33 +112,33 @@ def test_excerpts_of_python_fill_windows_whose_layouts_differ(corpus, tmp_path):
     assert all(bytes(batch.tokens.tolist()) in text for batch in batches)
 
 
-def test_the_standard_library_of_this_machine(tmp_path):
-    windows = open_windows(replace(CONFIG, sequence=1024), tmp_path)
+def test_the_standard_library_of_this_machine():
+    windows = open_windows(replace(CONFIG, sequence=1024))
     assert windows.num_windows > 5000 and windows.name.startswith("python-3.")
     assert_consistent(windows.batch(0), replace(CONFIG, sequence=1024))
 
 
-def test_a_whole_window_is_one_document_with_the_same_tokens_and_mask(corpus, tmp_path):
-    separate = open_windows(CONFIG, tmp_path).batch(3)
-    whole = open_windows(replace(CONFIG, documents="whole"), tmp_path).batch(3)
+def test_a_whole_window_is_one_document_with_the_same_tokens_and_mask(corpus):
+    separate = open_windows(CONFIG).batch(3)
+    whole = open_windows(replace(CONFIG, documents="whole")).batch(3)
     assert whole.cu_seqlens.tolist() == [0] + [32] * MAX_DOCUMENTS
     assert whole.positions.tolist() == list(range(32))
     for name in ("tokens", "targets", "loss_mask"):
         assert torch.equal(getattr(whole, name), getattr(separate, name))
 
 
-def test_windows_depend_on_seed_and_index_alone(corpus, tmp_path):
-    first, again = open_windows(CONFIG, tmp_path), open_windows(CONFIG, tmp_path)
+def test_windows_depend_on_seed_and_index_alone(corpus):
+    first, again = open_windows(CONFIG), open_windows(CONFIG)
     for index in (700, 3, 5000):
         assert all(torch.equal(a, b) for a, b in zip(first.batch(index), again.batch(index), strict=True))
-    assert not torch.equal(open_windows(CONFIG, tmp_path, seed=1).batch(3).tokens, first.batch(3).tokens)
+    assert not torch.equal(open_windows(CONFIG, seed=1).batch(3).tokens, first.batch(3).tokens)
 
 
 # --- ranks, epochs, held-out windows
 
 
-def test_ranks_read_every_window_once_an_epoch_and_held_out_ones_never(corpus, tmp_path):
-    ranks = [open_windows(CONFIG, tmp_path, rank, 3, num_held_out=7) for rank in range(3)]
+def test_ranks_read_every_window_once_an_epoch_and_held_out_ones_never(corpus):
+    ranks = [open_windows(CONFIG, rank, 3, num_held_out=7) for rank in range(3)]
     assert ranks[0].num_windows == 20_000 // 32 - 7 and ranks[0].num_held_out == 7
     steps = ranks[0].num_windows // 3
     epochs = []
@@ -154,9 +154,9 @@ def test_ranks_read_every_window_once_an_epoch_and_held_out_ones_never(corpus, t
 
 def test_a_short_source_gives_ranks_their_windows_first(tmp_path):
     config = write_jsonl(tmp_path / "rows.jsonl", packed_rows(3, 32))
-    assert open_windows(config, tmp_path, world_size=2).num_held_out == 1
-    assert open_windows(config, tmp_path, world_size=3).num_held_out == 0
-    assert "fills 3 windows of --sequence 32, 4 ranks read one each" in refused(config, tmp_path, world_size=4)
+    assert open_windows(config, world_size=2).num_held_out == 1
+    assert open_windows(config, world_size=3).num_held_out == 0
+    assert "fills 3 windows of --sequence 32, 4 ranks read one each" in refused(config, world_size=4)
 
 
 # --- packed rows
@@ -217,13 +217,13 @@ def test_both_formats_give_the_same_windows_from_files_and_folders(tmp_path, suf
     (tmp_path / "plain").mkdir()
     write_jsonl(tmp_path / "plain" / "train.jsonl", rows)
     write_jsonl(tmp_path / "plain" / "validation.jsonl", rows[:2])
-    plain = open_windows(replace(CONFIG, data=str(tmp_path / "plain")), tmp_path)
+    plain = open_windows(replace(CONFIG, data=str(tmp_path / "plain")))
     assert (plain.num_windows, plain.num_held_out) == (8, 2)
     (tmp_path / "hub" / "data").mkdir(parents=True)
     for name, part in (("train-0", rows[:5]), ("train-1", rows[5:]), ("validation-0", rows[:2])):
         write(tmp_path / "hub" / "data" / f"{name}{suffix}", part)
-    assert_same_windows(open_windows(replace(CONFIG, data=str(tmp_path / "hub")), tmp_path), plain)
-    alone = open_windows(replace(CONFIG, data=str(tmp_path / "hub" / "data" / f"train-0{suffix}")), tmp_path)
+    assert_same_windows(open_windows(replace(CONFIG, data=str(tmp_path / "hub"))), plain)
+    alone = open_windows(replace(CONFIG, data=str(tmp_path / "hub" / "data" / f"train-0{suffix}")))
     assert (alone.num_windows, alone.num_held_out) == (1, 4)
 
 
@@ -255,7 +255,7 @@ ROW = {"input_ids": list(range(32))}
 def test_rows_that_cannot_be_used(tmp_path, rows, named):
     config = write_jsonl(tmp_path / "rows.jsonl", rows)
     with pytest.raises(ValueError, match=f"^--data: .*{named}"):
-        open_windows(config, tmp_path)
+        open_windows(config)
 
 
 def test_rows_with_nonsense_in_place_of_numbers_are_refused_in_one_line(tmp_path):
@@ -263,10 +263,10 @@ def test_rows_with_nonsense_in_place_of_numbers_are_refused_in_one_line(tmp_path
     for value in (None, "abc", {"a": 1}, ["a"], [True], [None], [], [[]], [[1], [2, 3]], [2**70], [1e400], 7):
         for field in ("input_ids", "labels", "seq_start_id"):
             config = write_jsonl(tmp_path / "rows.jsonl", [{**ROW, field: value}])
-            assert f"has {field} that is no list of" in refused(config, tmp_path), (field, value)
+            assert f"has {field} that is no list of" in refused(config), (field, value)
     for value in ("abc", [[1], [2, 3]], ["a"] * 32):
         config = write_jsonl(tmp_path / "rows.jsonl", [{**ROW, "loss_mask": value}])
-        assert "has loss_mask that is no list of numbers" in refused(config, tmp_path)
+        assert "has loss_mask that is no list of numbers" in refused(config)
 
 
 @pytest.mark.parametrize("suffix, write", [(".jsonl", write_jsonl), (".parquet", write_parquet)])
@@ -277,7 +277,7 @@ def test_files_that_are_cut_or_no_files_are_one_line(tmp_path, suffix, write):
     whole = path.read_bytes()
     for length in (0, 1, 7, 100, len(whole) // 2, len(whole) - 30, len(whole) - 2):
         path.write_bytes(whole[:length])
-        assert str(path) in refused(config, tmp_path), length
+        assert str(path) in refused(config), length
     for make, told in (
         (os.mkfifo, "it is a pipe, a socket or a device"),
         (lambda path: path.symlink_to("/dev/zero"), "it is a pipe, a socket or a device"),
@@ -285,20 +285,20 @@ def test_files_that_are_cut_or_no_files_are_one_line(tmp_path, suffix, write):
     ):
         path.unlink()
         make(path)
-        assert told in refused(config, tmp_path)
+        assert told in refused(config)
 
 
 def test_limits_are_one_line_that_names_the_limit(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     config = replace(CONFIG, data=str(path))
     path.write_text("[" * 200_000)
-    assert "line 1 of" in refused(config, tmp_path)
+    assert "line 1 of" in refused(config)
     path.write_text('{"text": "' + "a" * 9 * 2**20 + '"}')
-    assert "has more than 8,388,608 bytes" in refused(config, tmp_path)
+    assert "has more than 8,388,608 bytes" in refused(config)
     os.truncate(path, 5 * 2**30)
-    assert "has 5,368,709,120 bytes, at most 4,294,967,296 are read" in refused(config, tmp_path)
+    assert "has 5,368,709,120 bytes, at most 4,294,967,296 are read" in refused(config)
     monkeypatch.setattr(limits, "MAX_ROWS", 3)
-    assert "has more than 3 rows" in refused(write_jsonl(path, packed_rows(4, 32)), tmp_path)
+    assert "has more than 3 rows" in refused(write_jsonl(path, packed_rows(4, 32)))
 
 
 @pytest.mark.parametrize("states", [2_000_000, 3], ids=["honest", "lying"])
@@ -319,7 +319,14 @@ def test_a_parquet_file_that_holds_far_more_than_its_bytes_is_refused(tmp_path, 
     assert parquet.ParquetFile(path).metadata.row_group(0).column(0).num_values == states
     assert len(rows.read([path], 32000).tokens) == number
     monkeypatch.setattr(rows, "_most_bytes", lambda file_bytes: 2**20)
-    assert refused(replace(CONFIG, data=str(path)), tmp_path).endswith("holds more than 1,048,576 bytes uncompressed")
+    assert refused(replace(CONFIG, data=str(path))).endswith("holds more than 1,048,576 bytes uncompressed")
+
+
+def test_parquet_is_read_without_pandas(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow", reason="./setup.sh parquet installs pyarrow")
+    write_parquet(tmp_path / "rows.parquet", packed_rows(3, 32))
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert len(rows.read([tmp_path / "rows.parquet"], 32000).tokens) == 3 * 32
 
 
 def test_a_parquet_file_of_many_rows_or_of_other_types_is_refused(tmp_path, monkeypatch):
@@ -327,17 +334,17 @@ def test_a_parquet_file_of_many_rows_or_of_other_types_is_refused(tmp_path, monk
     parquet, path = pytest.importorskip("pyarrow.parquet"), tmp_path / "rows.parquet"
     config = replace(CONFIG, data=str(path))
     parquet.write_table(pyarrow.table({"input_ids": [[1]] * 300_000}), path)
-    assert "bytes uncompressed" in refused(config, tmp_path)
+    assert "bytes uncompressed" in refused(config)
     parquet.write_table(pyarrow.table({"input_ids": [[[1]]]}), path)
-    assert "input_ids is of type list<element: list<element: int64>>, no list of numbers" in refused(config, tmp_path)
+    assert "input_ids is of type list<element: list<element: int64>>, no list of numbers" in refused(config)
     write_parquet(path, packed_rows(4, 32))
     monkeypatch.setattr(limits, "MAX_ROWS", 3)
-    assert "has more than 3 rows" in refused(config, tmp_path)
+    assert "has more than 3 rows" in refused(config)
 
 
 def test_a_disk_that_fails_is_one_line(tmp_path):
     (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")
-    line = refused(replace(CONFIG, data=str(tmp_path / "rows.jsonl")), tmp_path)
+    line = refused(replace(CONFIG, data=str(tmp_path / "rows.jsonl")))
     assert line.endswith("rows.jsonl (Input/output error)")
 
 
@@ -345,7 +352,7 @@ def test_a_disk_that_fails_is_one_line(tmp_path):
 def test_a_pickle_is_refused_and_never_loaded(tmp_path, name):
     harmed = tmp_path / "harmed"
     (tmp_path / name).write_text(f"cos\nmkdir\n(V{harmed}\ntR.")
-    line = refused(replace(CONFIG, data=str(tmp_path / name)), tmp_path)
+    line = refused(replace(CONFIG, data=str(tmp_path / name)))
     assert name == "rows.jsonl" or f"{name}: takes .parquet, .jsonl" in line
     assert not harmed.exists()
     pickle.loads((tmp_path / name).read_bytes())
@@ -354,7 +361,7 @@ def test_a_pickle_is_refused_and_never_loaded(tmp_path, name):
 
 def test_other_damaged_or_missing_sources(tmp_path, monkeypatch):
     def told(name):
-        return refused(replace(CONFIG, data=str(tmp_path / name)), tmp_path)
+        return refused(replace(CONFIG, data=str(tmp_path / name)))
 
     (tmp_path / "rows.jsonl").write_text('{"input_ids": [1]}\n\n{"inp')
     assert "line 3 of" in told("rows.jsonl")
@@ -370,9 +377,9 @@ def test_other_damaged_or_missing_sources(tmp_path, monkeypatch):
     assert told("a.parquet").endswith("needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it")
 
 
-def test_an_epoch_is_shuffled_once(corpus, tmp_path, monkeypatch):
+def test_an_epoch_is_shuffled_once(corpus, monkeypatch):
     """Thousands of windows are made before the first step."""
-    windows, drawn = open_windows(CONFIG, tmp_path), []
+    windows, drawn = open_windows(CONFIG), []
     make = np.random.default_rng
     monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or make(seed))
     for index in range(2 * windows.num_windows):

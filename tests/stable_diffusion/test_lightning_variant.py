@@ -13,7 +13,7 @@ pytest.importorskip("lightning", reason="an extra: ./setup.sh lightning")
 
 from common.capture.pool import CaptureError
 from common.contract import Training
-from common.measuring.state_hash import StateHasher
+from common.measuring.course import course
 from common.script.step_checks import compare_with_eager
 from common.variant import Unsupported
 from stable_diffusion.config import PRESETS
@@ -55,12 +55,9 @@ def compare(state, variant):
 
 def steps_of(state, step, count):
     """Losses, gradient norms and a hash of the whole state after `count` steps from the seeded start."""
-    state.reset()
-    for index in range(count):
-        step(index)
-    hasher = StateHasher(state.named_state())
-    hasher.update()
-    return state.report.read_losses(count), state.report.read_grad_norms(count), hasher.digests()
+    training = Training(state=state, results=state.report.read_losses, reset=state.reset, named_state=state.named_state)
+    made = course(training, step, count, hashed=(count - 1,))
+    return made.losses, state.report.read_grad_norms(count), made.digests()
 
 
 def with_overflows(state, steps):

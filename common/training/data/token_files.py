@@ -1,8 +1,8 @@
-"""Token sources: memory-mapped one-dimensional arrays of token ids, and windows drawn from them.
+"""Token sources: one-dimensional arrays of token ids, memory-mapped where they are files, and windows drawn from them.
 
-    tokens = open_tokens("", cache_dir)                  the Python standard library's own source text
-    tokens = open_tokens("/data/books", cache_dir)       a folder of text, byte by byte
-    tokens = open_tokens("/data/c4_text_document", ...)  Megatron-LM's .bin/.idx
+    tokens = open_tokens("")                             the Python standard library's own source text
+    tokens = open_tokens("/data/books")                  a folder of text, byte by byte
+    tokens = open_tokens("/data/c4_text_document")       Megatron-LM's .bin/.idx
     batch = tokens.batch(index, num_sequences=4, sequence_length=2048, seed=0)
 
 Byte-level sources have 256 ids, and a zero byte ends each document. Only numpy is needed.
@@ -29,6 +29,8 @@ from common.training.data.limits import open_regular
 # A folder of text is copied once, byte by byte; a larger one belongs into Megatron's token files.
 MAX_FILES = 100_000
 MAX_TEXT_BYTES = 16 * 2**30
+# Of copies of text.
+CACHE = Path(__file__).resolve().parents[3] / "runs" / ".cache"
 
 _END_OF_DOCUMENT = b"\0"
 _NO_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -36,10 +38,10 @@ _ELSE = "take one of its folders, or make Megatron token files (.bin, .idx) of i
 
 
 class TokenFile:
-    """A memory-mapped run of token ids.
+    """A run of token ids.
 
-    tokens: one-dimensional numpy memmap of integers, all documents one after the other. name: what the tokens are,
-    for the record.
+    tokens: one-dimensional array of integers, all documents one after the other. name: what the tokens are, for the
+    record.
     """
 
     def __init__(self, tokens, name):
@@ -94,14 +96,14 @@ class TokenFile:
         return windows
 
 
-def open_tokens(data, cache_dir) -> TokenFile:
+def open_tokens(data, cache_dir=CACHE) -> TokenFile:
     """Open the tokens that --data names: "" is the Python corpus, a folder its text, else a Megatron prefix or file.
 
-    cache_dir: where token files made from text are kept. Raises ValueError that names --data, or the file that cannot
-    be written there.
+    cache_dir: where token files made from a folder of text are kept. Raises ValueError that names --data, or the file
+    that cannot be written there.
     """
     if not data:
-        return python_corpus(cache_dir)
+        return python_corpus()
     if Path(data).is_dir():
         return text_folder(data, cache_dir)
     if any(path.is_file() for path in _megatron_paths(data)):
@@ -115,19 +117,13 @@ def open_tokens(data, cache_dir) -> TokenFile:
 # Text, byte by byte
 
 
-def python_corpus(cache_dir) -> TokenFile:
-    """The source text of this Python's standard library, about 12 MB, without tests and installed packages.
-
-    The cached file is named by version and hash, and compared at every opening, so a damaged one is made again.
-    """
+def python_corpus() -> TokenFile:
+    """The source text of this Python's standard library, about 12 MB, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in _files(root, _NO_CORPUS) if path.suffix == ".py"]
     text = b"".join(path.read_bytes() + _END_OF_DOCUMENT for path in paths)
     name = f"python-{platform.python_version()}-{hashlib.sha256(text).hexdigest()[:16]}"
-    path = Path(cache_dir) / f"{name}.bin"
-    if not (path.is_file() and path.read_bytes() == text):
-        _write_cache(path, lambda file: file.write(text))
-    return TokenFile(np.memmap(path, dtype=np.uint8, mode="r"), name)
+    return TokenFile(np.frombuffer(text, dtype=np.uint8), name)
 
 
 def text_folder(path, cache_dir) -> TokenFile:
@@ -156,7 +152,13 @@ def text_folder(path, cache_dir) -> TokenFile:
         skipped: list[str] = []
         # What has no size is not read: files of /proc have none either, and some of them never end.
         paths = [file for file, stat in found if stat.st_size]
-        _write_cache(tokens_path, lambda file: _concatenate(root, paths, file, skipped))
+        try:
+            write_whole(tokens_path, lambda file: _concatenate(root, paths, file, skipped))
+        except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
+            raise ValueError(
+                f"{tokens_path}: {error.strerror}; token files made from text are kept there, or give Megatron's as "
+                "--data"
+            ) from None
         if skipped:
             more = ", ..." if len(skipped) > 10 else ""
             names = ", ".join(map(printable, skipped[:10]))
@@ -204,15 +206,6 @@ def _concatenate(root, paths, out, skipped):
             continue
         if out.tell() > start:
             out.write(_END_OF_DOCUMENT)
-
-
-def _write_cache(path, write):
-    try:
-        return write_whole(path, write)
-    except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        raise ValueError(
-            f"{path}: {error.strerror}; token files made from text are kept there, or give Megatron's as --data"
-        ) from None
 
 
 # ------------------------------------------------------------------------------------------------

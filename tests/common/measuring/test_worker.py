@@ -93,3 +93,36 @@ def test_memory_alone_tells_the_steps_from_the_capture(monkeypatch, capture, ste
     found = worker.do_alone({"variant": "graph", "steps": 1})
     assert found == {"step_ms": [1.0], "steps_reserved_bytes": steps, "peak_reserved_bytes": peak}
     assert calls == ["forget", "make", "forget", "steps"]
+
+
+def course_of(losses, **asked):
+    """The facts of a worker's course whose steps add one to the only tensor."""
+    weight = torch.zeros(2)
+    worker = Worker(SimpleNamespace(kinds={}), CPU, None, ONE_RANK)
+    worker.training = Training(
+        state=None,
+        results=lambda count: losses[:count],
+        grad_norms=lambda count: losses[:count],
+        named_state=lambda: [("weight", weight)],
+        reset=weight.zero_,
+    )
+    return worker._course(SimpleNamespace(step=lambda index: weight.add_(1)), **asked)
+
+
+def test_a_course_has_a_hash_after_each_step_or_after_the_last_one():
+    losses = [1.0, 2.0, 3.0, 4.0, 5.0]
+    every = course_of(losses, first=0, count=5, every_step=True)
+    assert every["losses"] == every["grad_norms"] == losses and len(set(every["hashes"])) == 5
+    last = course_of(losses, first=3, count=2, every_step=False)
+    assert last == {"hashes": every["hashes"][-1:], "losses": [4.0, 5.0], "grad_norms": [4.0, 5.0]}
+
+
+def test_a_course_ends_after_its_seconds_but_not_before_three_steps():
+    facts = course_of([1.0] * 9, first=0, count=9, every_step=True, seconds=0.0)
+    assert [len(each) for each in facts.values()] == [3, 3, 3]
+    assert len(course_of([1.0] * 9, first=0, count=9, every_step=True, seconds=60.0)["hashes"]) == 9
+
+
+def test_a_course_whose_loss_is_not_finite_raises():
+    with pytest.raises(FloatingPointError, match="loss is nan at step 1"):
+        course_of([1.0, float("nan"), 3.0], first=0, count=3, every_step=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from common.variant import Capture, Unsupported
-from common.your_step import graphs, parity
+from common.your_step import graphs
 from common.your_step.doctor import making
 from common.your_step.state import StepState
+from common.your_step.trial import course_of
 
 STEP = """
 import torch
@@ -41,10 +42,10 @@ def deviation(state, kind):
     """The largest relative difference of losses from eager's over batches of both shapes."""
     variant = making(kind)(state)
     try:
-        eager = parity.course(state, state.train).losses
+        eager = course_of(state, state.train).losses
         if hasattr(variant, "enter"):
             variant.enter()
-        own = parity.course(state, variant.step).losses
+        own = course_of(state, variant.step).losses
         # close() forgets them.
         variant.num_graphs = sum(len(pool.graphs) for pool in variant.capture.pools)
         return max(abs(a - b) / abs(a) for a, b in zip(eager, own, strict=True)), variant

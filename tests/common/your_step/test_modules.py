@@ -58,7 +58,7 @@ def course(state, step, count=6):
     state.reset()
     for index in range(count):
         step(index)
-    return state.read_losses(count), [tensor.clone() for _, tensor in state.named_state()]
+    return state.results(count), [tensor.clone() for _, tensor in state.named_state()]
 
 
 def test_the_modules_around_a_host_read_are_graphs_and_train_as_eager_does(tmp_path):

@@ -1,11 +1,13 @@
-"""common/state_hash: what must change a hash, what must not, and the sidecar that the harness compares."""
+"""common/measuring/course: what must change a hash, what must not, and the steps that a course looks at."""
+
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
-from common.measuring import state_hash
-from common.measuring.state_hash import StateHasher, tensor_hash
+from common.measuring import course as courses
+from common.measuring.course import Course, tensor_hash
 
 DTYPES = [
     torch.float8_e4m3fn,
@@ -73,10 +75,10 @@ def test_equal_nans_are_equal_and_payloads_are_not():
 def test_chunks_do_not_show(monkeypatch, chunk):
     tensor = make(torch.float32)
     whole = value(tensor.clone())
-    monkeypatch.setattr(state_hash, "CHUNK", chunk)
+    monkeypatch.setattr(courses, "CHUNK", chunk)
     assert value(tensor.clone()) == whole
     # Nor does it show which weights were kept.
-    monkeypatch.setattr(state_hash, "NUM_KEPT_WEIGHTS", 18)
+    monkeypatch.setattr(courses, "NUM_KEPT_WEIGHTS", 18)
     assert value(tensor.clone()) == whole
 
 
@@ -100,22 +102,27 @@ def test_a_hash_is_computed_without_a_host_read():
     assert int(result) == value(torch.full((5,), 2.0))
 
 
+def course_of(*named, **looks):
+    """The course of a training with these (name, tensor)."""
+    return Course(SimpleNamespace(named_state=lambda: named), **looks)
+
+
 def trajectory(order=range(5), nudge=None):
-    """A hasher after the steps of `order`; `nudge` changes one bit of a step."""
+    """The course after the steps of `order`; `nudge` changes one bit of a step."""
     weight, moment = torch.ones(4, 3, dtype=torch.bfloat16), torch.zeros(300)
-    hasher = StateHasher([("weight", weight), ("moment", moment)])
+    course = course_of(("weight", weight), ("moment", moment), hashed=order)
     for step in order:
         weight.view(torch.int16).add_(step + 1)
         moment.add_(step + 1)
         if step == nudge:
             moment.view(torch.int32)[299] ^= 1 << 10
-        hasher.update()
-    return hasher
+        course.look(step)
+    return course
 
 
 def test_hashes_of_each_step_and_tensor():
-    hasher = trajectory()
-    hashes = hasher.hashes()
+    course = trajectory()
+    hashes = course.hashes()
     assert hashes.shape == (5, 2) and hashes.dtype == torch.int64
     assert len(set(hashes.flatten().tolist())) == 10
     assert torch.equal(hashes, trajectory().hashes())
@@ -131,20 +138,52 @@ def test_digests_are_of_each_step():
 
 
 def test_a_digest_is_of_all_ranks(monkeypatch):
-    hasher, other = trajectory(), trajectory(nudge=3)
+    course, other = trajectory(), trajectory(nudge=3)
     rows = [numpy.array(row, "int64").tobytes() for row in other.hashes().tolist()]
-    monkeypatch.setattr(state_hash, "of_all_ranks", lambda own: [own, rows])
-    mixed = hasher.digests()
-    monkeypatch.setattr(state_hash, "of_all_ranks", lambda own: [own, own])
-    alike = hasher.digests()
+    monkeypatch.setattr(courses, "of_all_ranks", lambda own: [own, rows])
+    mixed = course.digests()
+    monkeypatch.setattr(courses, "of_all_ranks", lambda own: [own, own])
+    alike = course.digests()
     assert [a != b for a, b in zip(mixed, alike, strict=True)] == [False, False, False, True, True]
 
 
 def test_tensors_that_never_move_are_named():
     weight, frozen, back = torch.ones(3), torch.ones(3), torch.zeros(3)
-    hasher = StateHasher([("weight", weight), ("frozen", frozen), ("back", back)])
+    course = course_of(("weight", weight), ("frozen", frozen), ("back", back), hashed=range(3))
     for step in range(3):
         weight.add_(1)
         back.fill_(step % 2)
-        hasher.update()
-    assert hasher.unmoved() == ["frozen"]
+        course.look(step)
+    assert course.unmoved() == ["frozen"]
+
+
+class Counting:
+    """A training whose weight counts the steps since the reset."""
+
+    def __init__(self):
+        self.weight = torch.zeros(2)
+
+    def reset(self):
+        self.weight.zero_()
+
+    def named_state(self):
+        return [("weight", self.weight)]
+
+    def results(self, count):
+        return [float(index) for index in range(count)]
+
+
+def test_a_course_begins_at_the_start_and_looks_after_the_steps_that_are_named():
+    training = Counting()
+    training.weight.fill_(7)
+    made = courses.course(training, lambda index: training.weight.add_(1), 5, hashed=(1, 4), copied=(0, 3))
+    assert (made.count, made.losses, made.names) == (5, [0.0, 1.0, 2.0, 3.0, 4.0], ["weight"])
+    assert made.hashes().tolist() == [[value(torch.full((2,), count))] for count in (2.0, 5.0)]
+    assert {step: copies[0].tolist() for step, copies in made.copies.items()} == {0: [1.0, 1.0], 3: [4.0, 4.0]}
+
+
+def test_a_course_that_is_over_has_the_losses_of_the_steps_that_were_made():
+    training = Counting()
+    made = Course(training, hashed=range(9))
+    assert list(made.steps(9, lambda index: index == 2)) == [0, 1, 2]
+    assert made.count == len(made.losses) == len(made.digests()) == 3
