@@ -230,13 +230,13 @@ class Worker:
         with self._entered(command["variant"], variant):
             start = time.monotonic()
             self.training.reset()
-            block.synchronize(self.device)
+            variants.synchronize()
             reset_s = time.monotonic() - start
             times = []
             for index in range(command["steps"]):
                 start = time.monotonic()
                 variant.step(index)
-                block.synchronize(self.device)
+                variants.synchronize()
                 times.append((time.monotonic() - start) * 1e3)
         return of_first_rank({"ms": round(min(times), 4), "reset_s": round(reset_s, 4)})
 
@@ -249,7 +249,7 @@ class Worker:
         def tell(text):
             self.say({"say": text})
 
-        reset, held = command.get("reset", True), block.held_bytes(self.device)
+        reset, held = command.get("reset", True), memory.held_bytes(self.device)
         with self._entered(command["variant"], variant):
             if reset:
                 self.training.reset()
@@ -281,23 +281,23 @@ class Worker:
     def do_alone(self, command):
         """Make steps of a variant that nothing but the state was made beside, and tell the memory that it needs."""
         name = command["variant"]
-        block.forget_peak(self.device)
+        memory.forget_peak(self.device)
         self.do_capture(command)
         with self._entered(name, self.kept[name]):
             self.training.reset()
             step_ms, _ = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
-        return {"step_ms": [round(ms, 5) for ms in step_ms], **block.peak(self.device)}
+        return {"step_ms": [round(ms, 5) for ms in step_ms], **memory.peak(self.device)}
 
     # --- parts
 
     def _make(self, name):
         """(the variant, what its capture came to), the state as eager needs it."""
         self._settle_memory()
-        reserved, threads, start = block.reserved_bytes(self.device), block.num_threads(), time.monotonic()
+        reserved, threads, start = memory.reserved_bytes(self.device), block.num_threads(), time.monotonic()
         with self._memory_of(name):
             variant = self.model.make(name)
         self.ranks.note_steps_of(variant)
-        block.synchronize(self.device)
+        variants.synchronize()
         self._settle_memory()
         own: Capture = variant.capture
         graphs, replays = self.model.promises(name)
@@ -310,7 +310,7 @@ class Worker:
             "warmup_s": round(own.warmup_s, 3),
             "compile_s": round(own.compile_s, 3),
             "capture_s": round(own.capture_s, 3),
-            "bytes_added": block.reserved_bytes(self.device) - reserved,
+            "bytes_added": memory.reserved_bytes(self.device) - reserved,
             "pool_bytes": sum(pool.bytes() for pool in own.pools),
             "memory": own.memory,
             "threads_added": block.num_threads() - threads,
@@ -327,7 +327,7 @@ class Worker:
             if every_step or index == first + count - 1:
                 hasher.update()
             if seconds is not None:
-                block.synchronize(self.device)
+                variants.synchronize()
                 if of_first_rank(index + 1 >= LEAST_COURSE and time.monotonic() - start_s > seconds):
                     count = index + 1
                     break
@@ -355,7 +355,7 @@ class Worker:
         if self.rank:
             # All ranks make the same steps; rank 0 looks at its own.
             run_steps(max(heat, 2) + num_steps)
-            block.synchronize(self.device)
+            variants.synchronize()
             return {}
         profile = trace.profile(run_steps, num_steps, heat)
         gpu = self.sampler.state(profile.start_s - 0.3, profile.end_s) if self.sampler else None
