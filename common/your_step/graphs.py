@@ -8,9 +8,10 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.compiled import Compiled, require_compiler
 from common.contract import variant
 from common.training.snapshot import storage_id
-from common.variant import Capture, Compiled, Unsupported, require_compiler
+from common.variant import Capture, Unsupported
 from common.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
 from common.your_step.state import StepState
 
