@@ -120,7 +120,7 @@ def _blank(model):
         "device": model.device.type,
         "config": vars(model.config).copy(),
         "argv": sys.argv[1:],
-        "env": environment.describe_environment(model.device, model.world_size),
+        "env": environment.describe_environment(model.device, model.world_size) | _source(model),
         **dict.fromkeys(unknown.split()),
         **{name: [] for name in ("notes", "step_ms", "losses", "grad_norms", "state_hashes", "unmoved", "said")},
         "steps": 0,
@@ -128,6 +128,15 @@ def _blank(model):
         "capture_report": {},
         "closing": {},
     }
+
+
+def _source(model):
+    """The code that runs, for --record alone."""
+    if not model.options.record:
+        return {}
+    from common.machine.source import describe_source
+
+    return describe_source()
 
 
 def _end(result, model, rank, fault=None):

@@ -9,6 +9,7 @@ import torch
 
 from common.capture.pool import CaptureError
 from common.machine import memory
+from common.machine.source import source_hash
 from common.script import by_hand
 from common.variant import Unsupported
 from tests.helpers.by_hand import (
@@ -93,6 +94,7 @@ def test_the_file_of_record(run):
     what = [result[name] for name in ("model", "preset", "variant", "kind")]
     assert what == ["tests.small", "tiny", "it", "graph"]
     assert (result["status"], result["message"], result["device"]) == ("pass", "", "cpu")
+    assert result["env"]["source_hash"] == source_hash()
     assert result["config"] == vars(Config()) and result["notes"] == ["a note"] and result["env"]["torch"]
     counts = [result[name] for name in ("graphs", "replays", "expected_replays", "strategy")]
     assert counts == [1, 12, 12, "one graph"]
