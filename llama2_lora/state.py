@@ -10,14 +10,15 @@ from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import section
 from common.training.data.checkpoint import open_checkpoint
-from common.training.memory_plan import GIB, budget_bytes, fewer_layers
+from common.training.fit import fewer_layers
+from common.training.history import History
+from common.training.memory_plan import GIB, budget_bytes
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import make_groups
 from common.training.parallel.host_messages import of_all_ranks
-from common.training.step_report import History
 from common.variant import Unsupported
 from llama2_lora import plan
 from llama2_lora.config import Config

@@ -6,10 +6,11 @@ import torch
 
 from common.machine import host_state
 from common.training.data import checkpoint
-from common.training.memory_plan import GIB, budget_bytes, fewer_layers
+from common.training.fit import fewer_layers
+from common.training.memory_plan import GIB, budget_bytes
 from common.training.parallel.host_messages import of_all_ranks
 from common.training.precision import nvfp4
-from common.training.precision.fp8 import require_fp8, te_fault, usable_transformer_engine
+from common.training.precision.transformer_engine import require_fp8, te_fault, usable_transformer_engine
 from common.variant import Unsupported
 from llama31 import config as llama_config
 from llama31.config import ROPE_SCALING, Config

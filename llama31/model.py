@@ -25,7 +25,7 @@ from common.training.parallel.differentiable_collectives import (
     reduce_scatter_to_sequence,
 )
 from common.training.parallel.groups import Groups, Place, fill_
-from common.training.precision.fp8 import transformer_engine
+from common.training.precision.transformer_engine import transformer_engine
 from llama31.config import ROPE_SCALING, Config
 from llama31.linears import SwiGLU, make_linear
 

@@ -8,13 +8,15 @@ import torch
 from common.capture.pool import StaticInputs
 from common.measuring.marks import mark, section
 from common.training.data import token_files
-from common.training.optimizers.adam import Adam, NoAdam
+from common.training.history import History
+from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.no_adam import NoAdam
 from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
+from common.training.parallel.buckets import GradientBuckets
 from common.training.parallel.groups import make_groups
-from common.training.precision.fp8 import transformer_engine
-from common.training.step_report import History
+from common.training.precision.transformer_engine import transformer_engine
 from common.variant import Unsupported
 from llama31 import validation
 from llama31.config import Config, layers_of_stages
@@ -118,7 +120,7 @@ class State(History):
         norms = [part.parameter.main_grad for name, _, part in self.parts if "norm" in name]
         self.norm_grads = norms if c.tp > 1 else []
         uncounted = norms if self.place.tensor_rank > 0 else []
-        self.buckets = collectives.GradientBuckets(self.main_grads, BUCKET_BYTES, self.groups.replicas)
+        self.buckets = GradientBuckets(self.main_grads, BUCKET_BYTES, self.groups.replicas)
         if c.optimizer == "none":
             return NoAdam(parameters)
         return Adam(

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from common.training.precision import nvfp4
-from common.training.precision.fp8 import require_fp8, transformer_engine, usable_transformer_engine
+from common.training.precision.transformer_engine import require_fp8, transformer_engine, usable_transformer_engine
 from common.variant import Unsupported
 from llama2_lora.config import Config
 from llama2_lora.kernels.operators import rope_angles

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.training.precision.fp8 import usable_transformer_engine
+from common.training.precision.transformer_engine import usable_transformer_engine
 from common.variant import Unsupported
 
 BLOCK = 16
