@@ -53,29 +53,6 @@ def noted(facts: dict[str, dict[str, int]]) -> Iterator[None]:
         peak[name] = max(peak.get(name, before[name]), now)
 
 
-def held_bytes(device: torch.device) -> int:
-    """Bytes of live tensors on the GPU; on the CPU the resident set."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else reserved_bytes(device)
-
-
-def forget_peak(device: torch.device) -> None:
-    """Let `peak` count from now on."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak(device: torch.device) -> dict[str, int]:
-    """Return the GPU's memory since `forget_peak`; {} on the CPU.
-
-    peak_reserved_bytes: most that torch's allocator held; driver_bytes: what the driver says is taken now, by all
-    processes, with CUDA's context and the kernels that are loaded.
-    """
-    if device.type != "cuda":
-        return {}
-    free, total = torch.cuda.mem_get_info(device)
-    return {"peak_reserved_bytes": torch.cuda.max_memory_reserved(device), "driver_bytes": total - free}
-
-
 def reserved_bytes(device: torch.device) -> int:
     """Bytes that torch's allocator has taken from the GPU; on the CPU the resident set."""
     if device.type == "cuda":

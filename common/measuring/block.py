@@ -105,13 +105,13 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
     gc.disable()
     try:
         before = watched.values()
-        held = memory.held_bytes(device)
+        held = held_bytes(device)
         index = itertools.count(first)
         for number in range(steps.untimed):
             variant.step(next(index))
             if number == 0:
                 # A reset may have dropped gradients, which this step has made again.
-                held = memory.held_bytes(device)
+                held = held_bytes(device)
         if hasattr(variant, "counted"):
             variant.counted()
         if steps.seed is not None:
@@ -126,7 +126,7 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
         after = watched.values()
     finally:
         gc.enable()
-    growth_bytes = memory.held_bytes(device) - held
+    growth_bytes = held_bytes(device) - held
     timed = range(first + steps.untimed, first + steps.untimed + steps.timed)
     facts |= {
         "untimed_steps": steps.untimed,
@@ -266,3 +266,26 @@ def finite(value: float) -> float | None:
 def num_threads() -> int:
     """Threads of this process."""
     return len(os.listdir("/proc/self/task"))
+
+
+def held_bytes(device: torch.device) -> int:
+    """Bytes of live tensors on the GPU; on the CPU the resident set."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else memory.reserved_bytes(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak` count from now on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak(device: torch.device) -> dict[str, int]:
+    """Return the GPU's memory since `forget_peak`; {} on the CPU.
+
+    peak_reserved_bytes: most that torch's allocator held; driver_bytes: what the driver says is taken now, by all
+    processes, with CUDA's context and the kernels that are loaded.
+    """
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"peak_reserved_bytes": torch.cuda.max_memory_reserved(device), "driver_bytes": total - free}

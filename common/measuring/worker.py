@@ -104,7 +104,7 @@ class Worker:
         try:
             facts = getattr(self, f"do_{command['do']}")(command)
             self.ranks.agree()
-            changed, moved = torch_settings.changes(self.flags, torch_settings.current()), self._moved()
+            changed, moved = _changes(self.flags, _settings()), self._moved()
             found = {
                 "changed_settings": changed and f"left torch changed: {changed}",
                 "moved_state": moved and f"moved the training state: {moved}",
@@ -179,7 +179,7 @@ class Worker:
             self.sampler = GpuSampler(host["gpus"][0]["uuid"], interval_ms=100)
             self.sampler.start()
         garbage.keep()
-        self.flags = torch_settings.current()
+        self.flags = _settings()
         config = self.model.config
         return {
             "build_s": round(time.monotonic() - start, 3),
@@ -249,7 +249,7 @@ class Worker:
         def tell(text):
             self.say({"say": text})
 
-        reset, held = command.get("reset", True), memory.held_bytes(self.device)
+        reset, held = command.get("reset", True), block.held_bytes(self.device)
         with self._entered(command["variant"], variant):
             if reset:
                 self.training.reset()
@@ -281,12 +281,12 @@ class Worker:
     def do_alone(self, command):
         """Make steps of a variant that nothing but the state was made beside, and tell the memory that it needs."""
         name = command["variant"]
-        memory.forget_peak(self.device)
+        block.forget_peak(self.device)
         self.do_capture(command)
         with self._entered(name, self.kept[name]):
             self.training.reset()
             step_ms, _ = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
-        return {"step_ms": [round(ms, 5) for ms in step_ms], **memory.peak(self.device)}
+        return {"step_ms": [round(ms, 5) for ms in step_ms], **block.peak(self.device)}
 
     # --- parts
 
@@ -407,3 +407,36 @@ def _kind(status):
 
 def _is_plain(value):
     return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _settings() -> dict:
+    """Settings of torch that change what later steps compute or how fast they are; text, to be compared."""
+    backends = torch.backends
+    flags = {
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn.benchmark": backends.cudnn.benchmark,
+        "cudnn.deterministic": backends.cudnn.deterministic,
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "cudnn.allow_tf32": backends.cudnn.allow_tf32,
+        "reduced precision in bf16": backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "threads": torch.get_num_threads(),
+        "flash attention": backends.cuda.flash_sdp_enabled(),
+        "efficient attention": backends.cuda.mem_efficient_sdp_enabled(),
+        "math attention": backends.cuda.math_sdp_enabled(),
+        "cudnn attention": backends.cuda.cudnn_sdp_enabled(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        flags["stream"] = torch.cuda.current_stream().cuda_stream
+    return {name: str(value) for name, value in flags.items()}
+
+
+def _changes(before: dict, after: dict) -> str:
+    """The settings that differ, in words, or ""."""
+    return ", ".join(
+        f"{name} {value} -> {after.get(name)}" for name, value in before.items() if after.get(name) != value
+    )

@@ -4,6 +4,8 @@ buckets = GradientBuckets(main_grads, bucket_bytes=64 << 20)
 loss.backward(); buckets.all_reduce_mean(); optimizer.step(); buckets.zero_()
 """
 
+from functools import partial
+
 import torch
 
 from common.training.parallel import collectives
@@ -23,6 +25,7 @@ class GradientBuckets:
 
     Attributes:
         flats: The buckets in the order of reduction, of one dtype and device each. Padding between gradients is zero.
+        all_reduce_mean: Called without arguments, averages all buckets over the group, in the order of `flats`.
         places: For each of flats (index of a tensor, its first element) of all that lies in it.
     """
 
@@ -34,6 +37,8 @@ class GradientBuckets:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
         for (dtype, device), indices in kinds.items():
             self._fill(indices, bucket_bytes, dtype, device, parts)
+        # The operator itself: a rank that waits in it is told to be at its caller's line.
+        self.all_reduce_mean = partial(collectives.all_reduce_mean_, self.flats, group)
 
     def _fill(self, indices, bucket_bytes, dtype, device, parts):
         unit = _ALIGNMENT_BYTES // dtype.itemsize
@@ -52,10 +57,6 @@ class GradientBuckets:
             self.places.append(places)
             move_into(self.flats[-1], places, self.tensors)
             indices = indices[len(places) :]
-
-    def all_reduce_mean(self) -> None:
-        """Average all buckets over the group, in the order of `flats`."""
-        collectives.all_reduce_mean_(self.flats, self.group)
 
     def zero_(self) -> None:
         """Clear all gradients in place."""

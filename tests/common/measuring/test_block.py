@@ -30,7 +30,7 @@ class Training:
 @pytest.mark.parametrize("leak", [0, 7])
 def test_growth_is_what_steps_leave_and_not_the_gradients_that_a_reset_had_dropped(monkeypatch, leak):
     training = Training(leak)
-    monkeypatch.setattr(block.memory, "held_bytes", lambda device: training.bytes + training.gradients)
+    monkeypatch.setattr(block, "held_bytes", lambda device: training.bytes + training.gradients)
     monkeypatch.setattr(block, "_afterwards", lambda *args: {})
     watched = SimpleNamespace(device=torch.device("cpu"), values=list, moved=lambda before, after: [])
     facts = block.run(training, training, watched, block.Steps(2, 4, 1), lambda text: None)
@@ -56,6 +56,6 @@ def test_a_count_of_steps_that_tells_none_is_the_variants_fault(told, monkeypatc
     training = Training(0)
     training.counted = lambda: told
     watched = SimpleNamespace(device=torch.device("cpu"), values=list, moved=lambda before, after: [])
-    monkeypatch.setattr(block.memory, "held_bytes", lambda device: 0)
+    monkeypatch.setattr(block, "held_bytes", lambda device: 0)
     with pytest.raises(ValueError, match="tells no steps"):
         block.run(training, training, watched, block.Steps(2, 4, 1), lambda text: None)
