@@ -109,7 +109,7 @@ class State(History):
                 self.buckets = GradientBuckets(main_grads, BUCKET_BYTES, groups.replicas)
             reduce_norm = None
             if config.tp * config.pp > 1:
-                from common.training.optimizers.zero import reduce_norm_
+                from common.training.parallel.buckets import reduce_norm_
 
                 counted_elsewhere = [parameter.main_grad for parameter in uncounted]
 

@@ -9,14 +9,13 @@ import torch
 from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import section
-from common.training.data.checkpoint import open_checkpoint
 from common.training.fit import fewer_layers
 from common.training.history import History
 from common.training.memory_plan import GIB, budget_bytes
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
+from common.training.parallel.buckets import reduce_norm_
 from common.training.parallel.groups import make_groups
 from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Unsupported
@@ -58,7 +57,7 @@ class State(History):
         require_kind(kind, config, device)
         self.plan = plan.make_plan(config) if kind == "handwritten" else None
         shard = self.place.tensor_rank, config.tp
-        checkpoint = open_checkpoint(config.checkpoint, config, shard=shard) if config.checkpoint else None
+        checkpoint = _opened(config, shard) if config.checkpoint else None
         self.notes = checkpoint.notes if checkpoint else []
         # Names of the groups of ranks that share a window, and of those that each have their own.
         groups = make_groups(self.ranks, device.type)
@@ -213,6 +212,12 @@ def _fit(config, preset, kind, device):
     if fitted.layers < config.layers:
         notes.append(fewer_layers(fitted, config, budget / GIB))
     return fitted, notes
+
+
+def _opened(config, shard):
+    from common.training.data.checkpoint import open_checkpoint
+
+    return open_checkpoint(config.checkpoint, config, shard=shard)
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from common.machine import host_state
-from common.training.data import checkpoint
 from common.training.fit import fewer_layers
 from common.training.memory_plan import GIB, budget_bytes
 from common.training.parallel.host_messages import of_all_ranks
@@ -59,8 +58,10 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
     return config, notes
 
 
-def open_checkpoint(config: Config) -> checkpoint.Checkpoint:
+def open_checkpoint(config: Config):
     """The opened folder of --checkpoint. ValueError, one line with the flag, where it does not fit the config."""
+    from common.training.data import checkpoint
+
     if config.share > 1 or config.share_cp > 1:
         raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-cp 1")
     return checkpoint.open_checkpoint(config.checkpoint, config, rope={"rope_type": "llama3", **ROPE_SCALING})

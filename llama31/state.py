@@ -12,9 +12,8 @@ from common.training.history import History
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.optimizers.no_adam import NoAdam
-from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
-from common.training.parallel.buckets import GradientBuckets
+from common.training.parallel.buckets import GradientBuckets, reduce_norm_
 from common.training.parallel.groups import make_groups
 from common.training.precision.transformer_engine import transformer_engine
 from common.variant import Unsupported

@@ -12,14 +12,12 @@ from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import mark, section
 from common.training.data import token_files
-from common.training.data.checkpoint import Checkpoint, open_checkpoint
 from common.training.fit import fewer_layers, require
 from common.training.history import History
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
-from common.training.parallel.buckets import GradientBuckets
+from common.training.parallel.buckets import GradientBuckets, reduce_norm_
 from common.training.parallel.groups import fill_
 from common.training.parallel.host_messages import of_all_ranks
 from common.variant import Unsupported
@@ -279,8 +277,10 @@ class State(History):
         return {name: rows.pin_memory() for name, rows in batch.items()} if self.device.type == "cuda" else batch
 
 
-def opened(config: Config) -> Checkpoint:
+def opened(config: Config):
     """The opened folder of --checkpoint. ValueError in one line where it does not fit the config."""
+    from common.training.data.checkpoint import open_checkpoint
+
     # transformers rounds the bounds of YaRN's ramp unless the folder says otherwise.
     rope = {"rope_type": "yarn", "truncate": False, **YARN} if config.family == "gpt_oss" else None
     return open_checkpoint(config.checkpoint, config, config.family, rope)

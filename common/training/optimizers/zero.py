@@ -18,7 +18,7 @@ import torch
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
-from common.training.parallel.buckets import GradientBuckets, move_into
+from common.training.parallel.buckets import GradientBuckets, move_into, reduce_norm_
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -98,21 +98,3 @@ class ZeroAdam:
     def named_state(self):
         """Yield (name, tensor) of this rank's masters and moments and of the count of steps, for hashing."""
         return self.adam.named_state()
-
-
-@torch.no_grad()
-def reduce_norm_(norm: torch.Tensor, group: str = "", uncounted=()) -> None:
-    """Make the norm of this rank's gradients the norm over all ranks of a group, in place.
-
-    Args:
-        norm: FP32 0-d.
-        group: Ranks that hold other gradients.
-        uncounted: Gradients of this rank that another rank of the group counts too.
-    """
-    norm.square_()
-    if uncounted:
-        norms = torch._foreach_norm(list(uncounted), 2, dtype=torch.float32)
-        # The rest may round to less than zero.
-        norm.sub_(torch.stack(norms).square_().sum()).clamp_(min=0)
-    collectives.all_reduce_sum_(norm, group)
-    norm.sqrt_()

@@ -1,4 +1,4 @@
-"""Gradients in a few flat buffers, which one collective each reduces.
+"""Gradients of several ranks: in a few flat buffers, each of which one collective reduces, and their norm.
 
 buckets = GradientBuckets(main_grads, bucket_bytes=64 << 20)
 loss.backward(); buckets.all_reduce_mean(); optimizer.step(); buckets.zero_()
@@ -79,3 +79,21 @@ def _place_in(flat, start, tensor):
     view = flat[start : start + tensor.numel()]
     # Strides are kept (channels_last): copies between lists of tensors are one kernel only where they agree.
     return view.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+
+
+@torch.no_grad()
+def reduce_norm_(norm: torch.Tensor, group: str = "", uncounted=()) -> None:
+    """Make the norm of this rank's gradients the norm over all ranks of a group, in place.
+
+    Args:
+        norm: FP32 0-d.
+        group: Ranks that hold other gradients.
+        uncounted: Gradients of this rank that another rank of the group counts too.
+    """
+    norm.square_()
+    if uncounted:
+        norms = torch._foreach_norm(list(uncounted), 2, dtype=torch.float32)
+        # The rest may round to less than zero.
+        norm.sub_(torch.stack(norms).square_().sum()).clamp_(min=0)
+    collectives.all_reduce_sum_(norm, group)
+    norm.sqrt_()
