@@ -31,7 +31,8 @@ class GradientBuckets:
 
     def __init__(self, tensors, bucket_bytes, group="", parts=1):
         self.tensors, self.group = list(tensors), group
-        self.flats, self.places = [], []
+        self.flats: list[torch.Tensor] = []
+        self.places: list[list[tuple[int, int]]] = []
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, tensor in enumerate(self.tensors):
             kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
