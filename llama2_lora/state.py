@@ -18,6 +18,7 @@ from common.training.parallel import collectives
 from common.training.parallel.buckets import reduce_norm_
 from common.training.parallel.groups import make_groups
 from common.training.parallel.host_messages import of_all_ranks
+from common.training.precision import nvfp4
 from common.variant import Unsupported
 from llama2_lora import plan
 from llama2_lora.config import Config
@@ -27,9 +28,7 @@ from llama2_lora.kernels.operators import Operators, TorchOperators
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.context import AcrossRanks, own_part
 from llama2_lora.layers.handwritten import HandwrittenStack
-from llama2_lora.layers.module_stack import ModuleStack
 from llama2_lora.layers.tensor import TensorRanks
-from llama2_lora.layers.transformer_engine import require_kind
 from llama2_lora.weights import adapters
 from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
@@ -82,6 +81,8 @@ class State(History):
     def _make_stack(self, formats, weights):
         config, inputs = self.config.shard, {**self.inputs.buffers, "weights": self.weights_of_tokens}
         if self.kind != "handwritten":
+            from llama2_lora.layers.module_stack import ModuleStack
+
             return ModuleStack(self.kind, config, weights, self.adapters, inputs)
         attention = attention_for(config, self.device)
         if config.cp > 1:
@@ -212,6 +213,28 @@ def _fit(config, preset, kind, device):
     if fitted.layers < config.layers:
         notes.append(fewer_layers(fitted, config, budget / GIB))
     return fitted, notes
+
+
+def require_kind(kind: str, config: Config, device: torch.device) -> None:
+    """Unsupported if this device does not compute the config with this kind of layer."""
+    if kind != "handwritten" and config.cp * config.tp > 1:
+        flags = f"--cp {config.cp}" if config.cp > 1 else f"--tp {config.tp}"
+        raise Unsupported(f"{flags} needs handwritten layers, which alone share windows and matrices among ranks here")
+    if config.precision == "nvfp4":
+        nvfp4.require(device, "" if kind == "te" else "handwritten layers have no NVFP4 GEMM, take --layer te")
+    if kind != "te":
+        return
+    if config.precision == "nvfp4_emulated":
+        raise Unsupported("--precision nvfp4_emulated needs --layer handwritten")
+    if device.type != "cuda":
+        raise Unsupported("Transformer Engine's layers need a GPU")
+    from common.training.precision.transformer_engine import require_fp8, usable_transformer_engine
+
+    usable_transformer_engine()
+    if config.documents != "whole":
+        raise Unsupported("Transformer Engine's layers take --documents whole here")
+    if config.precision == "fp8":
+        require_fp8()
 
 
 def _opened(config, shard):

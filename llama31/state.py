@@ -15,7 +15,6 @@ from common.training.optimizers.no_adam import NoAdam
 from common.training.parallel import collectives
 from common.training.parallel.buckets import GradientBuckets, reduce_norm_
 from common.training.parallel.groups import make_groups
-from common.training.precision.transformer_engine import transformer_engine
 from common.variant import Unsupported
 from llama31 import validation
 from llama31.config import Config, layers_of_stages
@@ -176,9 +175,11 @@ class State(History):
 
     def scaling(self):
         """The context that Transformer Engine's layers are called in; current scales are computed within the layers."""
-        if self.config.layer == "te" and self.recipe is not None:
-            return transformer_engine().autocast(enabled=True, recipe=self.recipe)
-        return contextlib.nullcontext()
+        if self.config.layer != "te" or self.recipe is None:
+            return contextlib.nullcontext()
+        from common.training.precision.transformer_engine import transformer_engine
+
+        return transformer_engine().autocast(enabled=True, recipe=self.recipe)
 
     def run_layers(self, hidden, first: bool | None):
         """All layers of this rank. first: their weights are new since their last cast, as in a step's microbatch 0."""
