@@ -24,7 +24,7 @@ class CudaPool(Pool):
     graphs: "list[CudaGraph]"
 
     def __init__(self, device: torch.device):
-        super().__init__(device)
+        self.device, self.graphs = torch.device(device), []
         self._handle = torch.cuda.graph_pool_handle()
         self._generators: list[torch.Generator] = []
         self._is_borrowed = False
@@ -106,9 +106,9 @@ class CudaPool(Pool):
 
     def release(self) -> None:
         """See `Pool`."""
-        if self._is_borrowed:
-            self.graphs.clear()
-        super().release()
+        for graph in [] if self._is_borrowed else self.graphs:
+            graph.release()
+        self.graphs.clear()
 
 
 def _empty_cache():

@@ -27,7 +27,7 @@ __all__ = ["CaptureError", "Pool", "StaticInputs"]
 
 
 class Pool:
-    """Graphs that share memory: of CUDA, or host graphs where the device is the CPU.
+    """Graphs that share memory: host graphs here; on a GPU `Pool(device)` makes a `cuda_graph.CudaPool`.
 
     Args:
         device: of type cuda or cpu.
@@ -36,18 +36,20 @@ class Pool:
     def __new__(cls, device: torch.device):
         """Make the pool of the device's kind; only the code of that kind is loaded."""
         if torch.device(device).type == "cpu":
-            return super().__new__(_HostPool)
+            return super().__new__(cls)
         from common.capture.cuda_graph import CudaPool
 
         return super().__new__(CudaPool)
 
     def __init__(self, device: torch.device):
-        self.device = torch.device(device)
+        from common.capture.host_graph import HostPool
+
+        self.device, self._host = torch.device(device), HostPool()
         self.graphs: list[Any] = []
 
     def register_generator(self, generator: torch.Generator) -> None:
         """Let every replay draw from `generator` of the device. torch's own generator always is registered."""
-        raise NotImplementedError
+        self._host.register_generator(generator)
 
     def capture(self, fn, static_inputs=()):
         """Capture fn() and return (graph, what fn returned).
@@ -57,14 +59,16 @@ class Pool:
         CaptureError where fn does what no graph can hold (it names operator and line where it can).
         On CUDA fn's kernels are recorded and not run; on the host they run once.
         """
-        raise NotImplementedError
+        graph, result = self._host.capture(fn, static_inputs)
+        self.graphs.append(graph)
+        return graph, result
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, which lies in the pool, without a hold on its memory: what is captured later may use it again.
 
         For what is read between the replay that writes it and the next one.
         """
-        raise NotImplementedError
+        return self._host.borrow(tensor)
 
     def adopt(self, is_borrowed: bool = False) -> contextlib.AbstractContextManager:
         """Count and own the graphs that another library captures inside this block.
@@ -78,7 +82,7 @@ class Pool:
 
     def fill_free_memory(self) -> None:
         """Fill what is free in the pool with NaN, between steps: no graph may depend on it."""
-        raise NotImplementedError
+        self._host.poison_free()
 
     @property
     def num_replays(self) -> int:
@@ -87,41 +91,13 @@ class Pool:
 
     def bytes(self) -> int:
         """Device memory that the pool holds, counted by its allocator segments (host: by storages)."""
-        raise NotImplementedError
+        return self._host.bytes()
 
     def release(self) -> None:
         """Drop the graphs and their memory. Needed before a process group ends: graphs hold its resources."""
         for graph in self.graphs:
             graph.release()
         self.graphs.clear()
-
-
-class _HostPool(Pool):
-    def __init__(self, device):
-        super().__init__(device)
-        from common.capture.host_graph import HostPool
-
-        self._host = HostPool()
-
-    def register_generator(self, generator):
-        self._host.register_generator(generator)
-
-    def borrow(self, tensor):
-        return self._host.borrow(tensor)
-
-    def fill_free_memory(self):
-        self._host.poison_free()
-
-    def bytes(self):
-        return self._host.bytes()
-
-    def capture(self, fn, static_inputs=()):
-        graph, result = self._host.capture(fn, static_inputs)
-        self.graphs.append(graph)
-        return graph, result
-
-    def release(self):
-        super().release()
         self._host.release()
 
 

@@ -111,8 +111,7 @@ def test_train_validate_train_gives_eagers_losses():
 def test_eager_passes_come_before_the_first_capture(name, monkeypatch):
     """It empties the allocator's cache; what an eager pass allocated later would lie beside the graphs' memory."""
     state, happened = make(precision="bf16", layers=1), []
-    pools = type(Pool(CPU))
-    capture, run_layers = pools.capture, state.run_layers
+    capture, run_layers = Pool.capture, state.run_layers
 
     def captured(pool, *arguments):
         happened.append("capture")
@@ -124,7 +123,7 @@ def test_eager_passes_come_before_the_first_capture(name, monkeypatch):
         happened.append("validation" if not torch.is_grad_enabled() else "training")
         return run_layers(*arguments, **named)
 
-    monkeypatch.setattr(pools, "capture", captured)
+    monkeypatch.setattr(Pool, "capture", captured)
     monkeypatch.setattr(state, "run_layers", ran)
     made(name, state).close()
     first = happened.index("capture")
