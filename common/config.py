@@ -34,17 +34,6 @@ MAX_INTEGER = 2**53
 # Of training by hand.
 EXIT_STATUS = {"pass": 0, "unsupported": 3, "oom": 4}
 
-# What may set a variant apart from the other ones of its model, said only where something does. Ratios are formed
-# between variants of equal layer, arithmetic and batches; whose kernels compute a step is the variant's own choice.
-TRAITS = {
-    "layer": "the kind of layer, where a model has several",
-    "arithmetic": "the precision it computes in, where that is not the preset's",
-    "batches": "what it trains on, where a step does not train the samples that eager's does",
-    "kernels": "whose kernels it launches, where they round otherwise than those of its reference",
-    "extra_work": "of an eager: what it does beside what eager does, so that it cannot be the best one but by chance",
-    "part": "of a graph: the small part of a step that it holds by choice, so that it launches few of the kernels",
-}
-
 # ------------------------------------------------------------------------------------------------
 # What concerns one run and not the model
 
@@ -106,12 +95,12 @@ class Timing:
 # Command line
 
 
-def parse(model, config_class, presets, variants, argv=None, about=None) -> Arguments:
+def parse(model, config_class, presets, variants, argv=None, facts=None) -> Arguments:
     """Parse `argv` (default: the process's own).
 
-    presets: name -> config_class instance. variants: of `common.contract.scan`. about: see `describe`. On `--describe`
-    and `--help` it prints and exits with 0. Any mistake is one line on stderr that names what is allowed, and exit
-    status 2.
+    presets: name -> config_class instance. variants: of `common.contract.scan`. facts: see `common.describe`. On
+    `--describe` and `--help` it prints and exits with 0. Any mistake is one line on stderr that names what is allowed,
+    and exit status 2.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=f"python -m {model}.train", allow_abbrev=False, formatter_class=raw, epilog=_listed(variants))
@@ -134,7 +123,9 @@ def parse(model, config_class, presets, variants, argv=None, about=None) -> Argu
     except ValueError as error:
         parser.error(str(error))
     if asked_to_describe:
-        print(json.dumps(describe(model, presets, variants, about or {}, {run.preset: config})))
+        from common.describe import describe
+
+        print(json.dumps(describe(model, presets, variants, facts or {}, {run.preset: config})))
         sys.exit(0)
     if argv is None:
         # The script's imports come next.
@@ -206,28 +197,8 @@ def mistakes_in_one_line(prog: str):
         sys.exit(2)
 
 
-def describe(model, presets, variants, about, asked) -> dict:
-    """Describe a script for the harness, as plain data: presets, variants, and the entries of `about`.
-
-    asked: preset -> the config that flags made of it, for its needs. about, all optional: what `common.contract.about`
-    gives, and "parity_variables" (environment), "sweeps" (quantity that benchmarks.sweep may vary -> its fields: the
-    first takes the value, others keep their ratio to it), and "presets_need", a function of a preset's name and its
-    config that gives `needs`.
-    """
-    described = {
-        "model": model,
-        "presets": {name: dataclasses.asdict(preset) for name, preset in presets.items()},
-        "variants": {name: each.help for name, each in variants.items()},
-        **about,
-    }
-    if "presets_need" in about:
-        needed = {name: about["presets_need"](name, config) for name, config in {**presets, **asked}.items()}
-        described["presets_need"] = needed
-    return described
-
-
 def needs(gpus: bool, multiple_of=1, at_most=None, submitted=None) -> dict:
-    """Return a preset's requirements on machines, for "presets_need" in `describe`.
+    """Return a preset's requirements on machines, for "presets_need" in `common.describe`.
 
     gpus: whether it runs on GPUs alone. multiple_of, at_most (None: any): the numbers of ranks that it takes.
     submitted: (nodes, GPUs of each node) of the MLPerf submission whose preset it is, None for others.

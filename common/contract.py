@@ -178,7 +178,10 @@ def variant(
             reference: the variant, a step function, that parity compares with ("eager").
             headline: whether `make bench` runs the variant when no VARIANTS are given.
             builds: names of the builds that have this variant; "" is the preset as it is.
-            traits: text for each name in `common.config.TRAITS` that sets the variant apart.
+            traits: name -> text of what sets the variant apart from the model's other ones: layer, arithmetic, batches
+                (ratios are formed between variants of equal ones), kernels (where they round otherwise than those of
+                the reference), extra_work (of an eager: beside what eager does, so it should never be the fastest), and
+                part (of a graph: the small part of a step that it holds by choice).
             formerly: an earlier name of the variant.
     """
     module = sys._getframe(1).f_globals["__name__"]
@@ -286,7 +289,7 @@ def parse(
         files: modules of the package besides train.py that declare variants, without the package's name.
         builds: name -> fields of the config, of builds beside the preset.
         argv: command line; the process's unless given.
-        facts: parity_variables, sweeps, presets_need: see `common.config.describe`. require: require(args) raises a
+        facts: parity_variables, sweeps, presets_need: see `common.describe`. require: require(args) raises a
             ValueError where they cannot run on any device; `build` comes later, when the ranks have met.
 
     A config that has require_ranks(world_size) raises a ValueError there where this process's ranks do not fit.
@@ -296,7 +299,7 @@ def parse(
         if argv is None:
             _alias_main(model)
     require = facts.pop("require", None)
-    args = command_line.parse(model, config_class, presets, found, argv, about(found, builds) | facts)
+    args = command_line.parse(model, config_class, presets, found, argv, facts | {"builds": builds})
     with command_line.mistakes_in_one_line(f"python -m {model}.train"):
         if argv is None and hasattr(args.config, "require_ranks"):
             args.config.require_ranks(int(os.environ.get("WORLD_SIZE", "1")))
@@ -314,22 +317,3 @@ def _alias_main(model):
     if started != f"{model}.train":
         raise ValueError(f"{started} parses the command line of {model}: parse(...) takes the name of its own folder")
     sys.modules[f"{model}.train"] = main
-
-
-def about(variants: dict[str, Declared], builds: dict[str, dict] | None = None) -> dict:
-    """The entries of --describe that follow from the variants of `scan`; see `common.config.describe`.
-
-    builds: name -> {field of the config: value} of builds beside the preset itself.
-    """
-    own = variants.values()
-    return {
-        "kinds": {each.name: each.kind for each in own},
-        "bitwise": [each.name for each in own if each.parity == "bitwise"],
-        "tolerance": {each.name: each.parity for each in own if isinstance(each.parity, float)},
-        "reference": {each.name: each.reference for each in own if each.reference != "eager"},
-        "traits": {each.name: dict(each.traits) for each in own if each.traits},
-        "headline": [each.name for each in own if each.headline],
-        "formerly": {each.formerly: each.name for each in own if each.formerly},
-        "builds": {"": {}, **(builds or {})},
-        "variant_builds": {each.name: list(each.builds) for each in own},
-    }

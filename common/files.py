@@ -57,12 +57,3 @@ def _without_nan(value):
     if isinstance(value, (list, tuple)):
         return [_without_nan(item) for item in value]
     return value
-
-
-def sync(path) -> None:
-    """Wait until a file, or the names in a folder, would survive a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,8 +1,9 @@
 """The variant of every model that launches compiled regions on the memory of their callers."""
 
 from common.capture.checks import CaptureError
+from common.compiled import Compiled
 from common.measuring import coverage
-from common.variant import Capture, Compiled
+from common.variant import Capture
 
 
 class Parameterized(Compiled):

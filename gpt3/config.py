@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training import flops, memory_plan, schedule
-from common.training.memory_plan import fit_layers
-from common.training.parallel.groups import Parallel, Ranks, require_divisible
+from common.training import fit as fitting
+from common.training import flops
+from common.training.parallel.groups import Parallel, Ranks, require_divisible, require_schedule
 
 PRECISIONS = ("fp8", "bf16", "fp32")
 
@@ -59,7 +59,7 @@ class Config(Parallel, Timing):
         require_divisible("--sequence", self.sequence, "--tp", self.tp)
         if self.pp_rank < -1:
             raise ValueError(f"--pp-rank {self.pp_rank}: takes a stage from 0 up, or -1 for all stages")
-        schedule.require(self.pp, max(self.pp_rank, 0), self.chunks, self.microbatches)
+        require_schedule(self.pp, max(self.pp_rank, 0), self.chunks, self.microbatches)
         if self.alone and self.tp > 1:
             raise ValueError(f"--pp-rank {self.pp_rank} needs --tp 1: its widths are one tensor rank's already")
 
@@ -180,13 +180,20 @@ def predicted_bytes(config: Config, dp: int = 1) -> int:
     if not c.alone:
         states += -(-12 * parameters // (dp if c.zero1 else 1))
     activations = c.stage_layers * tokens * (12 * hidden + 12 * attention + 8 * c.ffn)
-    in_flight = schedule.peak_in_flight(c.pp, max(c.pp_rank, 0), c.chunks, c.microbatches) if c.staged else 1
     saved = 6 * hidden + 7 * attention + 3 * c.ffn if c.precision == "fp8" else 8 * (hidden + attention + c.ffn)
-    activations += max(0, in_flight - c.chunks) * (c.stage_layers // c.chunks) * tokens * saved
+    activations += max(0, _passes_in_flight(c) - c.chunks) * (c.stage_layers // c.chunks) * tokens * saved
     logits = tokens * c.vocab * 12
     rest = batch_bytes(c) + (c.stage_layers * 8 * c.amax_history * 4 if c.precision == "fp8" else 0)
     # In integers: a float does not hold what some flags ask for.
     return (states + activations + logits + rest) * 115 // 100 + CONTEXT_BYTES
+
+
+def _passes_in_flight(config):
+    if not config.staged:
+        return 1
+    from common.training import schedule
+
+    return schedule.peak_in_flight(config.pp, max(config.pp_rank, 0), config.chunks, config.microbatches)
 
 
 def batch_bytes(config: Config) -> int:
@@ -197,12 +204,12 @@ def batch_bytes(config: Config) -> int:
 def fit(config: Config, available_bytes: int, dp: int = 1) -> Config:
     """The config with as many layers as fit, equally many in each chunk of each stage. dp: data ranks."""
     unit = config.pp * config.chunks
-    return fit_layers(config, PRESETS, lambda tried: predicted_bytes(tried, dp), available_bytes, unit)
+    return fitting.fit_layers(config, PRESETS, lambda tried: predicted_bytes(tried, dp), available_bytes, unit)
 
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    memory_plan.require(config, PRESETS, _host_bytes, available_bytes)
+    fitting.require(config, PRESETS, _host_bytes, available_bytes)
 
 
 def _host_bytes(config):

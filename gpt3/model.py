@@ -22,7 +22,6 @@ from common.training.parallel.differentiable_collectives import (
     reduce_scatter_to_sequence,
 )
 from common.training.parallel.groups import fill_
-from common.training.precision.fp8 import transformer_engine
 from gpt3.config import Config
 from gpt3.emulated_fp8 import EmulatedLinear
 
@@ -94,6 +93,8 @@ def te_layer(config: Config, dtype, device, tensor: str = collectives.ALONE):
 
     Its widths are those of all tensor ranks together.
     """
+    from common.training.precision.transformer_engine import transformer_engine
+
     parallel = {}
     if config.tp > 1:
         group = collectives.process_group(tensor)

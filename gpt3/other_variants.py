@@ -27,11 +27,12 @@ variants has a flag of its own, which is Transformer Engine's between `enter` an
 import torch
 
 from common.capture.pool import Pool
+from common.compiled import Compiled, require_compiler
 from common.contract import variant
 from common.measuring.marks import mark, section
 from common.training.parallel import collectives
 from common.training.precision.transformer_engine import undone_where_it_fails
-from common.variant import Compiled, Unsupported, require_compiler
+from common.variant import Unsupported
 from common.variant_parameterized import Parameterized
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State

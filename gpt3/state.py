@@ -1,23 +1,22 @@
 """The state that GPT-3's training reads and writes: built once, reset in place, the same for every variant."""
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
 from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import section
-from common.training import schedule
 from common.training.data import token_files
-from common.training.memory_plan import fewer_layers
-from common.training.optimizers.adam import Adam, NoAdam
+from common.training.fit import fewer_layers
+from common.training.history import History
+from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.zero import ZeroAdam, reduce_norm_
 from common.training.parallel import collectives
 from common.training.parallel.groups import Ranks, make_groups
 from common.training.parallel.host_messages import of_all_ranks
-from common.training.precision import fp8
-from common.training.step_report import History
+from common.training.precision.fp8 import NoScaling
 from common.variant import Unsupported
 from gpt3.config import Config, fit, require
 from gpt3.emulated_fp8 import EmulatedScaling
@@ -25,7 +24,6 @@ from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, spl
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
-EDGE_SEED = 4321
 HELD_OUT_BATCHES = 4
 BUCKET_BYTES = 256 * 2**20
 
@@ -45,13 +43,14 @@ class State(History):
         self.groups = make_groups(self.ranks, device.type)
         self.stage = config.pp_rank if config.alone else self.place.stage
         self.is_first, self.is_last = self.stage == 0, self.stage == config.pp - 1
-        shape = (config.pp, self.stage, config.chunks, config.microbatches)
-        self.steps = schedule.numbered(schedule.order(*shape))
-        self.transfers = schedule.communications(*shape)
         self.dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
         self._make_modules()
         self._make_optimizer()
-        self.edges = Edges(self.empty_hidden(), config.microbatches) if config.alone else None
+        self.edges = None
+        if config.alone:
+            from gpt3.pipeline.stage import Edges
+
+            self.edges = Edges(self.empty_hidden(), config.microbatches)
         self.loss = torch.zeros((), device=device)
         super().__init__(device)
         self.batches = training_batches(config, device, self.place.data_rank)
@@ -92,15 +91,24 @@ class State(History):
         if self.shared_rows is not None and self.is_last:
             uncounted = [*uncounted, self.embedding.tokens]
         self.buckets, numbers = None, Hyperparameters(lr=config.lr, **ADAM)
+        # What several ranks and a stage alone need is imported where they are.
         if config.alone:
+            from common.training.optimizers.no_adam import NoAdam
+
             self.adam = NoAdam(self.parameters)
         elif config.zero1 and self.ranks.dp > 1:
+            from common.training.optimizers.zero import ZeroAdam
+
             self.adam = ZeroAdam(self.parameters, main_grads, numbers, groups.replicas, uncounted)
         else:
             if self.ranks.dp > 1:
-                self.buckets = collectives.GradientBuckets(main_grads, BUCKET_BYTES, groups.replicas)
+                from common.training.parallel.buckets import GradientBuckets
+
+                self.buckets = GradientBuckets(main_grads, BUCKET_BYTES, groups.replicas)
             reduce_norm = None
             if config.tp * config.pp > 1:
+                from common.training.parallel.buckets import reduce_norm_
+
                 counted_elsewhere = [parameter.main_grad for parameter in uncounted]
 
                 def reduce_norm(norm):
@@ -116,6 +124,21 @@ class State(History):
         self.fp8.reset()
         self.losses.zero_()
         self.grad_norms.zero_()
+
+    @cached_property
+    def steps(self) -> list[tuple[int, int]]:
+        from common.training import schedule
+
+        return schedule.numbered(schedule.order(*self._schedule_shape()))
+
+    @cached_property
+    def transfers(self) -> list:
+        from common.training import schedule
+
+        return schedule.communications(*self._schedule_shape())
+
+    def _schedule_shape(self):
+        return self.config.pp, self.stage, self.config.chunks, self.config.microbatches
 
     def empty_hidden(self) -> torch.Tensor:
         """[s / tp, b, hidden], not initialised: what layers read and write."""
@@ -206,45 +229,14 @@ class State(History):
             yield from self.embedding.named_parameters(prefix="embedding")
 
 
-class Edges:
-    """The neighbour stages' tensors for a stage without the others: an activation and a gradient a microbatch.
-
-    They are equal in each step and chunk, seeded: activations of unit variance, gradients whose norm over a step is 1.
-    Such a stage has no optimizer (`NoAdam`): the run that it is part of splits Adam over all its data ranks, so that
-    one rank's share is next to nothing.
-    """
-
-    def __init__(self, like: torch.Tensor, microbatches: int):
-        generator = torch.Generator(like.device).manual_seed(EDGE_SEED)
-
-        def recorded(std):
-            return [torch.empty_like(like).normal_(0.0, std, generator=generator) for _ in range(microbatches)]
-
-        self.activations = recorded(1.0)
-        self.gradients = recorded(1.0 / (like.numel() * microbatches) ** 0.5)
-
-    @torch.no_grad()
-    def feed(self, sent, transfers, received) -> torch.Tensor:
-        """Stand in for an exchange: fill `received`, in the order of the receives among `transfers`.
-
-        Returns the sum of the sent tensors' root mean squares over the number of microbatches.
-        """
-        receives = (transfer for transfer in transfers if not transfer.sends)
-        for tensor, transfer in zip(received, receives, strict=True):
-            edges = self.activations if transfer.step > 0 else self.gradients
-            tensor.copy_(edges[transfer.microbatch])
-        total = torch.zeros((), device=self.activations[0].device)
-        for tensor in sent:
-            share = 1.0 / (tensor.numel() ** 0.5 * len(self.activations))
-            total.add_(torch.linalg.vector_norm(tensor, dtype=torch.float32), alpha=share)
-        return total
-
-
 def _scaling(config, layers, group):
     if config.precision != "fp8":
-        return fp8.NoScaling()
-    make = fp8.TransformerEngineScaling if config.layer == "te" else EmulatedScaling
-    return make(layers, config.amax_history, group)
+        return NoScaling()
+    if config.layer == "te":
+        from common.training.precision.transformer_engine import TransformerEngineScaling
+
+        return TransformerEngineScaling(layers, config.amax_history, group)
+    return EmulatedScaling(layers, config.amax_history, group)
 
 
 def training_batches(config, device, data_rank):
@@ -280,7 +272,7 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
     if config.precision == "fp32":
         config = replace(config, layer="torch")
     if config.layer == "auto":
-        fault = None if device.type == "cpu" else fp8.te_fault(fp8=config.precision == "fp8")
+        fault = None if device.type == "cpu" else _te_fault(config)
         on_te = device.type == "cuda" and fault is None
         config = replace(config, layer="te" if on_te else "torch")
         if fault and config.precision == "fp8":
@@ -305,6 +297,12 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
     if smaller.layers < config.layers:
         notes.append(fewer_layers(smaller, config, free / 2**30))
     return smaller, notes
+
+
+def _te_fault(config):
+    from common.training.precision.transformer_engine import te_fault
+
+    return te_fault(fp8=config.precision == "fp8")
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:

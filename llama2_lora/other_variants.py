@@ -5,10 +5,11 @@ They run train.py's eager step, which calls the layers that `state.stack.calls` 
 
 import torch
 
+from common.compiled import Compiled, require_compiler
 from common.contract import variant
 from common.training.precision import nvfp4
 from common.training.precision.transformer_engine import undone_where_it_fails
-from common.variant import Compiled, Unsupported, require_compiler
+from common.variant import Unsupported
 from common.variant_parameterized import Parameterized
 from llama2_lora.state import State
 from llama2_lora.train import GraphedStep, eager_step

@@ -6,6 +6,7 @@
 import math
 
 from common.config import flag_of
+from common.training import fit as fitting
 from common.training import memory_plan
 from common.training.memory_plan import GIB, Plan
 from llama2_lora import config as lora_config
@@ -150,14 +151,14 @@ def card(config: Config, kind: str, on_gpu: bool) -> list[str]:
 
 def fit(config: Config, budget_bytes: int) -> Config:
     """The config with as many of its layers as fit where they keep the least. ValueError if not even one does."""
-    fitted = memory_plan.fit_layers(config, PRESETS, fixed_bytes, budget_bytes)
+    fitted = fitting.fit_layers(config, PRESETS, fixed_bytes, budget_bytes)
     _require_indexable(config)
     return fitted
 
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError if the config does not fit into a host without a GPU (None: the host does not tell)."""
-    memory_plan.require(config, PRESETS, host_bytes, available_bytes)
+    fitting.require(config, PRESETS, host_bytes, available_bytes)
     _require_indexable(config)
 
 

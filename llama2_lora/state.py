@@ -8,15 +8,16 @@ import torch
 from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import section
-from common.training.data.checkpoint import open_checkpoint
-from common.training.memory_plan import GIB, budget_bytes, fewer_layers
+from common.training.fit import fewer_layers
+from common.training.history import History
+from common.training.memory_plan import GIB, budget_bytes
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
+from common.training.parallel.buckets import reduce_norm_
 from common.training.parallel.groups import make_groups
 from common.training.parallel.host_messages import of_all_ranks
-from common.training.step_report import History
+from common.training.precision import nvfp4
 from common.variant import Unsupported
 from llama2_lora import plan
 from llama2_lora.config import Config
@@ -26,9 +27,7 @@ from llama2_lora.kernels.operators import Operators, TorchOperators
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.context import AcrossRanks, own_part
 from llama2_lora.layers.handwritten import HandwrittenStack
-from llama2_lora.layers.module_stack import ModuleStack
 from llama2_lora.layers.tensor import TensorRanks
-from llama2_lora.layers.transformer_engine import require_kind
 from llama2_lora.weights import adapters
 from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
@@ -55,7 +54,7 @@ class State(History):
         require_kind(kind, config, device)
         self.plan = plan.make_plan(config) if kind == "handwritten" else None
         shard = self.place.tensor_rank, config.tp
-        checkpoint = open_checkpoint(config.checkpoint, config, shard=shard) if config.checkpoint else None
+        checkpoint = _opened(config, shard) if config.checkpoint else None
         self.notes = checkpoint.notes if checkpoint else []
         # Names of the groups of ranks that share a window, and of those that each have their own.
         groups = make_groups(self.ranks, device.type)
@@ -80,6 +79,8 @@ class State(History):
     def _make_stack(self, formats, weights):
         config, inputs = self.config.shard, {**self.inputs.buffers, "weights": self.weights_of_tokens}
         if self.kind != "handwritten":
+            from llama2_lora.layers.module_stack import ModuleStack
+
             return ModuleStack(self.kind, config, weights, self.adapters, inputs)
         attention = attention_for(config, self.device)
         if config.cp > 1:
@@ -210,6 +211,34 @@ def _fit(config, preset, kind, device):
     if fitted.layers < config.layers:
         notes.append(fewer_layers(fitted, config, budget / GIB))
     return fitted, notes
+
+
+def require_kind(kind: str, config: Config, device: torch.device) -> None:
+    """Unsupported if this device does not compute the config with this kind of layer."""
+    if kind != "handwritten" and config.cp * config.tp > 1:
+        flags = f"--cp {config.cp}" if config.cp > 1 else f"--tp {config.tp}"
+        raise Unsupported(f"{flags} needs handwritten layers, which alone share windows and matrices among ranks here")
+    if config.precision == "nvfp4":
+        nvfp4.require(device, "" if kind == "te" else "handwritten layers have no NVFP4 GEMM, take --layer te")
+    if kind != "te":
+        return
+    if config.precision == "nvfp4_emulated":
+        raise Unsupported("--precision nvfp4_emulated needs --layer handwritten")
+    if device.type != "cuda":
+        raise Unsupported("Transformer Engine's layers need a GPU")
+    from common.training.precision.transformer_engine import require_fp8, usable_transformer_engine
+
+    usable_transformer_engine()
+    if config.documents != "whole":
+        raise Unsupported("Transformer Engine's layers take --documents whole here")
+    if config.precision == "fp8":
+        require_fp8()
+
+
+def _opened(config, shard):
+    from common.training.data.checkpoint import open_checkpoint
+
+    return open_checkpoint(config.checkpoint, config, shard=shard)
 
 
 def hyperparameters(config: Config, data_ranks: int) -> dict:

@@ -5,11 +5,10 @@ from dataclasses import replace
 import torch
 
 from common.machine import host_state
-from common.training.data import checkpoint
-from common.training.memory_plan import GIB, budget_bytes, fewer_layers
+from common.training.fit import fewer_layers
+from common.training.memory_plan import GIB, budget_bytes
 from common.training.parallel.host_messages import of_all_ranks
 from common.training.precision import nvfp4
-from common.training.precision.fp8 import require_fp8, te_fault, usable_transformer_engine
 from common.variant import Unsupported
 from llama31 import config as llama_config
 from llama31.config import ROPE_SCALING, Config
@@ -34,7 +33,7 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
         raise ValueError("--layer te needs a GPU; take --layer torch")
     if config.layer == "auto":
         plain_only = device.type == "cpu" or config.precision == "nvfp4_emulated"
-        fault = None if plain_only else te_fault(fp8=config.precision == "fp8")
+        fault = None if plain_only else _te_fault(config)
         config = replace(config, layer="torch" if plain_only or fault else "te")
         if fault and config.precision == "fp8":
             config = replace(config, precision="bf16", weights="bf16")
@@ -58,8 +57,16 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
     return config, notes
 
 
-def open_checkpoint(config: Config) -> checkpoint.Checkpoint:
+def _te_fault(config):
+    from common.training.precision.transformer_engine import te_fault
+
+    return te_fault(fp8=config.precision == "fp8")
+
+
+def open_checkpoint(config: Config):
     """The opened folder of --checkpoint. ValueError, one line with the flag, where it does not fit the config."""
+    from common.training.data import checkpoint
+
     if config.share > 1 or config.share_cp > 1:
         raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-cp 1")
     return checkpoint.open_checkpoint(config.checkpoint, config, rope={"rope_type": "llama3", **ROPE_SCALING})
@@ -70,6 +77,8 @@ def require_precision(config: Config, device: torch.device) -> None:
     if config.precision == "nvfp4":
         nvfp4.require(device, "" if config.layer == "te" else "plain layers have no NVFP4 GEMM, take --layer te")
     if config.layer == "te":
+        from common.training.precision.transformer_engine import require_fp8, usable_transformer_engine
+
         usable_transformer_engine()
         if config.precision == "nvfp4_emulated":
             raise Unsupported("--precision nvfp4_emulated needs --layer torch")

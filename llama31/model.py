@@ -25,7 +25,6 @@ from common.training.parallel.differentiable_collectives import (
     reduce_scatter_to_sequence,
 )
 from common.training.parallel.groups import Groups, Place, fill_
-from common.training.precision.fp8 import transformer_engine
 from llama31.config import ROPE_SCALING, Config
 from llama31.linears import SwiGLU, make_linear
 
@@ -160,6 +159,8 @@ class TransformerEngineLayer(nn.Module):
 
     def __init__(self, config: Config, groups: Groups, place: Place, rope, dtype, device, recipe):
         super().__init__()
+        from common.training.precision.transformer_engine import transformer_engine
+
         te, c = transformer_engine(), config
         self.stored, parallel = c.weights == "fp8", {}
         if c.tp > 1:

@@ -1,8 +1,9 @@
 """The variants beside train.py's: torch.compile, with parameterized launches too, and eager with checks on the host."""
 
+from common.compiled import Compiled, require_compiler
 from common.contract import variant
 from common.training.precision import nvfp4
-from common.variant import Compiled, Unsupported, require_compiler
+from common.variant import Unsupported
 from common.variant_parameterized import Parameterized
 from llama31.state import State
 from llama31.train import GraphedStep, eager_step

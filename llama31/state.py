@@ -7,13 +7,13 @@ import torch
 from common.capture.pool import StaticInputs
 from common.measuring.marks import mark, section
 from common.training.data import token_files
-from common.training.optimizers.adam import Adam, NoAdam
+from common.training.history import History
+from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.zero import reduce_norm_
+from common.training.optimizers.no_adam import NoAdam
 from common.training.parallel import collectives
+from common.training.parallel.buckets import GradientBuckets, reduce_norm_
 from common.training.parallel.groups import make_groups
-from common.training.precision.fp8 import transformer_engine
-from common.training.step_report import History
 from common.variant import Unsupported
 from llama31 import validation
 from llama31.config import Config, layers_of_stages
@@ -116,7 +116,7 @@ class State(History):
         norms = [part.parameter.main_grad for name, _, part in self.parts if "norm" in name]
         self.norm_grads = norms if c.tp > 1 else []
         uncounted = norms if self.place.tensor_rank > 0 else []
-        self.buckets = collectives.GradientBuckets(self.main_grads, BUCKET_BYTES, self.groups.replicas)
+        self.buckets = GradientBuckets(self.main_grads, BUCKET_BYTES, self.groups.replicas)
         if c.optimizer == "none":
             return NoAdam(parameters)
         return Adam(
@@ -173,9 +173,11 @@ class State(History):
 
     def scaling(self):
         """The context that Transformer Engine's layers are called in; current scales are computed within the layers."""
-        if self.config.layer == "te" and self.recipe is not None:
-            return transformer_engine().autocast(enabled=True, recipe=self.recipe)
-        return contextlib.nullcontext()
+        if self.config.layer != "te" or self.recipe is None:
+            return contextlib.nullcontext()
+        from common.training.precision.transformer_engine import transformer_engine
+
+        return transformer_engine().autocast(enabled=True, recipe=self.recipe)
 
     def run_layers(self, hidden, first: bool | None):
         """All layers of this rank. first: their weights are new since their last cast, as in a step's microbatch 0."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training.memory_plan import fit_layers
+from common.training.fit import fit_layers
 
 GIB = 2**30
 # What CUDA, cuBLAS and cuDNN take outside of torch's allocator.

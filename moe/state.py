@@ -11,15 +11,14 @@ from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import mark, section
 from common.training.data import token_files
-from common.training.data.checkpoint import Checkpoint, open_checkpoint
-from common.training.memory_plan import fewer_layers, require
+from common.training.fit import fewer_layers, require
+from common.training.history import History
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.zero import reduce_norm_
 from common.training.parallel import collectives
+from common.training.parallel.buckets import GradientBuckets, reduce_norm_
 from common.training.parallel.groups import fill_
 from common.training.parallel.host_messages import of_all_ranks
-from common.training.step_report import History
 from common.variant import Unsupported
 from moe.attention import Sequences
 from moe.config import CONTEXT_BYTES, GIB, PRESETS, Config, fit, host_bytes, needed_bytes, trained_parameters
@@ -92,7 +91,7 @@ class State(History):
                 parameter.register_post_accumulate_grad_hook(partial(_keep_gradient, self.accumulation))
         self.dense_grads = [parameter.main_grad for name, _, parameter in self.trained if name not in OF_EXPERTS]
         if c.ep > 1:
-            self.buckets = collectives.GradientBuckets(self.dense_grads, BUCKET_BYTES)
+            self.buckets = GradientBuckets(self.dense_grads, BUCKET_BYTES)
 
     def _make_adam(self):
         parameters = [parameter for _, _, parameter in self.trained]
@@ -276,8 +275,10 @@ class State(History):
         return {name: rows.pin_memory() for name, rows in batch.items()} if self.device.type == "cuda" else batch
 
 
-def opened(config: Config) -> Checkpoint:
+def opened(config: Config):
     """The opened folder of --checkpoint. ValueError in one line where it does not fit the config."""
+    from common.training.data.checkpoint import open_checkpoint
+
     # transformers rounds the bounds of YaRN's ramp unless the folder says otherwise.
     rope = {"rope_type": "yarn", "truncate": False, **YARN} if config.family == "gpt_oss" else None
     return open_checkpoint(config.checkpoint, config, config.family, rope)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from common.config import Timing, flag_of, needs, option, require_fields, require_folder_of_its_own
-from common.training import memory_plan
+from common.training import fit
 from rnnt.data import buckets
 
 CONTEXT_BYTES = 2 * 2**30  # CUDA and its libraries
@@ -225,7 +225,7 @@ def predicted_bytes(config: Config) -> int:
 
 def require(config: Config, available_bytes: int | None) -> None:
     """Raises ValueError where the config needs more than available_bytes; None: unknown, nothing is refused."""
-    memory_plan.require(config, PRESETS, predicted_bytes, available_bytes)
+    fit.require(config, PRESETS, predicted_bytes, available_bytes)
 
 
 MIN_LR = 1e-5

@@ -22,7 +22,7 @@ import math
 
 import torch
 
-from common.training.optimizers.adam import LossScaler
+from common.training.optimizers.loss_scaler import LossScaler
 from common.training.parallel import collectives
 from rnnt.config import Config
 

@@ -7,7 +7,7 @@ import torch
 
 from common.machine import memory
 from common.measuring.marks import section
-from common.training.optimizers.adam import LossScaler
+from common.training.optimizers.loss_scaler import LossScaler
 from common.training.step_report import ScaledReport
 from common.variant import Unsupported
 from rnnt import config as rnnt_config

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training import memory_plan
+from common.training import fit
 
 TIMESTEPS = 1000
 LATENT_SCALE = 0.18215  # times latents of the VAE: variance one
@@ -204,7 +204,7 @@ def require(config: Config, available_bytes: int | None) -> None:
 
     Without a GPU's kernels the optimizer has the gradients in FP32 too, and norms and GEGLU keep more: a half on top.
     """
-    memory_plan.require(config, PRESETS, lambda tried: predicted_bytes(tried) * 3 // 2, available_bytes)
+    fit.require(config, PRESETS, lambda tried: predicted_bytes(tried) * 3 // 2, available_bytes)
 
 
 def learning_rate(config: Config, index: int) -> float:

@@ -1,7 +1,8 @@
 """Other ways to run Stable Diffusion's step: torch's kernels, torch.compile, parameterized launches, Lightning."""
 
+from common.compiled import Compiled
 from common.contract import variant
-from common.variant import Compiled, Unsupported
+from common.variant import Unsupported
 from common.variant_parameterized import Parameterized
 from stable_diffusion.state import State
 from stable_diffusion.train import GraphedStep, eager_step

@@ -10,9 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from common.capture.static_inputs import DoubleBuffered
 from common.machine import memory
 from common.measuring.marks import section
-from common.training.optimizers.adam import Adam, LossScaler
+from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.parallel import collectives
+from common.training.optimizers.loss_scaler import LossScaler
+from common.training.parallel.buckets import GradientBuckets
 from common.training.step_report import ScaledReport
 from common.variant import Unsupported
 from stable_diffusion.config import LATENT_SCALE, TIMESTEPS, Config, learning_rate, predicted_bytes
@@ -55,7 +56,7 @@ class State:
         self.scaler = LossScaler(device, config.loss_scale, config.growth_interval, config.hysteresis)
         self.adam = Adam(self.parameters, Hyperparameters(lr=config.lr, **ADAM), scaler=self.scaler)
         self.reduced = [torch.zeros_like(parameter) for parameter in self.parameters] if world_size > 1 else None
-        self.buckets = collectives.GradientBuckets(self.reduced, BUCKET_BYTES) if world_size > 1 else None
+        self.buckets = GradientBuckets(self.reduced, BUCKET_BYTES) if world_size > 1 else None
         samples, self.held_out = _samples(config)
         self.hyperparameters = {"train_samples": len(samples), "eval_samples": len(self.held_out or ())}
         self.batches = Batches(samples, config.batch, rank, world_size, config.workers, device.type == "cuda", SEED)

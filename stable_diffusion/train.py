@@ -107,7 +107,7 @@ def training_step(state: State):
         grads = state.reduce(grads)  # on several ranks an all-reduce, the mean; on one rank nothing
     mark()
     with section("optimizer"):
-        # On the GPU: overflow check, AdamW, loss scale (common/training/optimizers/adam.py). Loss, gradient norm and
+        # On the GPU: overflow check, AdamW, loss scale (common/training/optimizers). Loss, gradient norm and
         # overflows go to the report, a tensor at a fixed address, which end_step reads.
         state.update(loss, grads)
 

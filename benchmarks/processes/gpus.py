@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from common.machine.gpu_state import driver_version, nvidia_smi
+from common.machine.environment import driver_version, nvidia_smi
 
 
 @dataclass(frozen=True)

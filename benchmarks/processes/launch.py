@@ -28,7 +28,7 @@ from pathlib import Path
 from benchmarks import ROOT
 from benchmarks.command import Mistake, parser_of, positive
 from benchmarks.processes import gpus, supervisor
-from common.machine import environment
+from common.machine import environment, source
 
 PORT = 29500
 ASK_LIMIT_S = 300
@@ -187,7 +187,7 @@ def _fault_of_first(answer, here) -> str:
 def describe_here() -> dict:
     """Return the environment of this machine and source as a resumed run compares it, and its GPUs."""
     found = gpus.find_gpus()
-    env = environment.describe_environment("cpu", 1)
+    env = environment.describe_environment("cpu", 1) | source.describe_source()
     return {"name": socket.gethostname(), "env": env | {"driver": found.driver}, "gpus": asdict(found)}
 
 

@@ -34,8 +34,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_map_only
 
+from common.capture.cuda_graph import CudaGraph
 from common.capture.host_graph import HostGraph
-from common.capture.pool import CaptureError, CudaGraph, Pool, StaticInputs
+from common.capture.pool import CaptureError, Pool, StaticInputs
 
 
 class CUDAGraphCallback(Callback):

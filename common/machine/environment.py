@@ -1,6 +1,6 @@
-"""The environment of a run: versions, GPU, host and source. Imports torch for a CUDA device alone.
+"""The environment of a run: versions, GPU and host. Imports torch for a CUDA device alone.
 
-Hashes and git are in common/machine/source.py.
+The code that ran is described by common/machine/source.py.
 """
 
 import functools
@@ -9,11 +9,10 @@ import os
 import platform
 import re
 import socket
+import subprocess
 from importlib import metadata
 
-from common.machine.gpu_state import driver_version
 from common.machine.host_state import read_text
-from common.machine.source import git_state, source_hash
 from common.text import without_folders
 
 _OF_GPU = ("gpu_name", "gpu_uuid", "driver", "cuda", "cudnn", "nccl")
@@ -33,12 +32,11 @@ _SLURM = {
 
 
 def describe_environment(device, world_size) -> dict:
-    """Describe machine, versions and code; values of the GPU are None on the CPU.
+    """Describe machine and versions; values of the GPU are None on the CPU.
 
     num_gpus counts the GPUs this process can see. host is a hash of the machine's name, so that it can be published.
     variables are the environment variables that change what CUDA, NCCL, PyTorch, Transformer Engine or Triton do.
     """
-    git_sha, git_tree, git_dirty = git_state()
     in_job = "SLURM_JOB_ID" in os.environ
     return dict.fromkeys(_OF_GPU) | {
         "num_gpus": 0,
@@ -51,10 +49,6 @@ def describe_environment(device, world_size) -> dict:
         "python": platform.python_version(),
         "host": hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
         "cpu": f"{_cpu_model()}, {os.cpu_count()} cores",
-        "git_sha": git_sha,
-        "git_tree": git_tree,
-        "git_dirty": git_dirty,
-        "source_hash": source_hash(),
         "slurm": {key: os.environ[name] for key, name in _SLURM.items() if in_job and name in os.environ},
         "variables": {name: _shown(name) for name in sorted(os.environ) if _VARIABLES.match(name)},
     }
@@ -120,3 +114,17 @@ def _version(distribution):
 def _cpu_model():
     found = re.search(r"^model name\s*:\s*(.+)$", read_text("/proc/cpuinfo") or "", re.MULTILINE)
     return found.group(1).strip() if found else platform.machine()
+
+
+def nvidia_smi(*words: str) -> str | None:
+    """The output of nvidia-smi; None where there is no such command, or it fails."""
+    try:
+        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, as in 580.65.06."""
+    answer = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or ""
+    return next(iter(answer.split()), None)

@@ -1,4 +1,4 @@
-"""The clock, power and throttle reasons of a GPU, and its driver. Both are observed, and nothing is ever set.
+"""The clock, power and throttle reasons of a GPU. They are observed, and nothing is ever set.
 
 `GpuSampler` samples in a child process, because a polling thread would take the GIL from the loop that is measured.
 All of this answers None where the machine cannot tell. Times are `time.monotonic()` in seconds.
@@ -115,17 +115,3 @@ def _sample(row: list[str]) -> Sample:
     except ValueError:
         power = None  # a GPU that does not tell says [N/A]
     return Sample(float(row[0]), float(row[1]), power, int(row[3], 16) if row[3].startswith("0x") else 0)
-
-
-def nvidia_smi(*words: str) -> str | None:
-    """The output of nvidia-smi; None where there is no such command, or it fails."""
-    try:
-        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def driver_version() -> str | None:
-    """The NVIDIA driver's version, as in 580.65.06."""
-    answer = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader") or ""
-    return next(iter(answer.split()), None)

@@ -1,8 +1,10 @@
 """Memory of the GPU: what is free, what a piece of code takes, and what an out-of-memory error said."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -49,6 +51,13 @@ def noted(facts: dict[str, dict[str, int]]) -> Iterator[None]:
         ("reserved", torch.cuda.max_memory_reserved()),
     ):
         peak[name] = max(peak.get(name, before[name]), now)
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator has taken from the GPU; on the CPU the resident set."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def gib(num_bytes: float | None) -> str:

@@ -124,6 +124,12 @@ def git_state(root: Path = ROOT) -> tuple[str | None, str | None, bool | None]:
     return sha, tree, bool(changed or unknown)
 
 
+def describe_source(root: Path = ROOT) -> dict:
+    """Return `git_state` and `source_hash` by the names that they have beside a run's environment."""
+    sha, tree, dirty = git_state(root)
+    return {"git_sha": sha, "git_tree": tree, "git_dirty": dirty, "source_hash": source_hash(root)}
+
+
 def last_commits(number: int, root: Path = ROOT) -> list[str]:
     """The last commits of HEAD, newest first; none where git does not answer."""
     answer = _git(root, "rev-list", "-n", str(number), "HEAD")

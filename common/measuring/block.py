@@ -11,12 +11,13 @@ import os
 import random
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from common.machine import memory
 from common.measuring import marks
 from common.training.parallel.host_messages import barrier, is_distributed, of_all_ranks
+from common.variant import synchronize
 
 # Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
 NUM_TENSORS, NUM_ELEMENTS = 16, 4096
@@ -80,12 +81,6 @@ def _few(tensor):
     return flat[:: max(1, flat.numel() // NUM_ELEMENTS)][:NUM_ELEMENTS]
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work on the GPU, where there is one."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def scale_state(named_state, seed: int) -> None:
     """Scale floating-point tensors of the state in place by 2.5 to 5 % up or down, by `seed` and the tensor's name.
 
@@ -127,7 +122,7 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
         if reruns is not None and not reruns.get("steps"):
             raise ValueError("counted() tells no steps of a block that made some")
         issue_ms = [ms for _ in range(steps.drained) if (ms := issue_ms_of(variant, next(index), device)) is not None]
-        synchronize(device)
+        synchronize()
         after = watched.values()
     finally:
         gc.enable()
@@ -141,7 +136,7 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
         "issue_ms": [round(ms, 4) for ms in issue_ms],
         "process": os.getpid(),
         "threads": num_threads(),
-        "reserved_bytes": reserved_bytes(device),
+        "reserved_bytes": memory.reserved_bytes(device),
         "growth_bytes": growth_bytes,
         "expected_replays": sum(variant.replays_of(each) for each in timed),
         "moved": watched.moved(before, after),
@@ -153,7 +148,7 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
 def _timed(variant, index, count, device, tell):
     """(ms of each timed step, facts of all of them)."""
     replays = variant.capture.num_replays
-    synchronize(device)
+    synchronize()
     barrier()
     tell("timed_begin")
     start_s, start_cpu_s = time.monotonic(), time.process_time()
@@ -275,7 +270,7 @@ def num_threads() -> int:
 
 def held_bytes(device: torch.device) -> int:
     """Bytes of live tensors on the GPU; on the CPU the resident set."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else reserved_bytes(device)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else memory.reserved_bytes(device)
 
 
 def forget_peak(device: torch.device) -> None:
@@ -294,10 +289,3 @@ def peak(device: torch.device) -> dict[str, int]:
         return {}
     free, total = torch.cuda.mem_get_info(device)
     return {"peak_reserved_bytes": torch.cuda.max_memory_reserved(device), "driver_bytes": total - free}
-
-
-def reserved_bytes(device: torch.device) -> int:
-    """Bytes that torch's allocator has taken from the GPU; on the CPU the resident set."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

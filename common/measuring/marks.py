@@ -2,8 +2,6 @@
 
 import contextlib
 
-# Sections in which a step exchanges data with the host: no graph holds them.
-ON_HOST = ("data", "report")
 _mark = None
 _open_section = None
 _nothing = contextlib.nullcontext()

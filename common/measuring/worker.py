@@ -104,7 +104,7 @@ class Worker:
         try:
             facts = getattr(self, f"do_{command['do']}")(command)
             self.ranks.agree()
-            changed, moved = torch_settings.changes(self.flags, torch_settings.current()), self._moved()
+            changed, moved = _changes(self.flags, _settings()), self._moved()
             found = {
                 "changed_settings": changed and f"left torch changed: {changed}",
                 "moved_state": moved and f"moved the training state: {moved}",
@@ -179,7 +179,7 @@ class Worker:
             self.sampler = GpuSampler(host["gpus"][0]["uuid"], interval_ms=100)
             self.sampler.start()
         garbage.keep()
-        self.flags = torch_settings.current()
+        self.flags = _settings()
         config = self.model.config
         return {
             "build_s": round(time.monotonic() - start, 3),
@@ -230,13 +230,13 @@ class Worker:
         with self._entered(command["variant"], variant):
             start = time.monotonic()
             self.training.reset()
-            block.synchronize(self.device)
+            variants.synchronize()
             reset_s = time.monotonic() - start
             times = []
             for index in range(command["steps"]):
                 start = time.monotonic()
                 variant.step(index)
-                block.synchronize(self.device)
+                variants.synchronize()
                 times.append((time.monotonic() - start) * 1e3)
         return of_first_rank({"ms": round(min(times), 4), "reset_s": round(reset_s, 4)})
 
@@ -299,11 +299,11 @@ class Worker:
     def _make(self, name):
         """(the variant, what its capture came to), the state as eager needs it."""
         self._settle_memory()
-        reserved, threads, start = block.reserved_bytes(self.device), block.num_threads(), time.monotonic()
+        reserved, threads, start = memory.reserved_bytes(self.device), block.num_threads(), time.monotonic()
         with self._memory_of(name):
             variant = self.model.make(name)
         self.ranks.note_steps_of(variant)
-        block.synchronize(self.device)
+        variants.synchronize()
         self._settle_memory()
         own: Capture = variant.capture
         graphs, replays = self.model.promises(name)
@@ -316,7 +316,7 @@ class Worker:
             "warmup_s": round(own.warmup_s, 3),
             "compile_s": round(own.compile_s, 3),
             "capture_s": round(own.capture_s, 3),
-            "bytes_added": block.reserved_bytes(self.device) - reserved,
+            "bytes_added": memory.reserved_bytes(self.device) - reserved,
             "pool_bytes": sum(pool.bytes() for pool in own.pools),
             "memory": own.memory,
             "threads_added": block.num_threads() - threads,
@@ -330,7 +330,7 @@ class Worker:
         def is_over(index):
             if seconds is None:
                 return False
-            block.synchronize(self.device)
+            variants.synchronize()
             return of_first_rank(index + 1 >= LEAST_COURSE and time.monotonic() - start_s > seconds)
 
         course = Course(self.training, hashed=every if every_step else every[-1:])
@@ -357,7 +357,7 @@ class Worker:
         if self.rank:
             # All ranks make the same steps; rank 0 looks at its own.
             run_steps(max(heat, 2) + num_steps)
-            block.synchronize(self.device)
+            variants.synchronize()
             return {}
         profile = trace.profile(run_steps, num_steps, heat)
         gpu = self.sampler.state(profile.start_s - 0.3, profile.end_s) if self.sampler else None
@@ -409,3 +409,36 @@ def _kind(status):
 
 def _is_plain(value):
     return value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _settings() -> dict:
+    """Settings of torch that change what later steps compute or how fast they are; text, to be compared."""
+    backends = torch.backends
+    flags = {
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn.benchmark": backends.cudnn.benchmark,
+        "cudnn.deterministic": backends.cudnn.deterministic,
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "cudnn.allow_tf32": backends.cudnn.allow_tf32,
+        "reduced precision in bf16": backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
+        "threads": torch.get_num_threads(),
+        "flash attention": backends.cuda.flash_sdp_enabled(),
+        "efficient attention": backends.cuda.mem_efficient_sdp_enabled(),
+        "math attention": backends.cuda.math_sdp_enabled(),
+        "cudnn attention": backends.cuda.cudnn_sdp_enabled(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        flags["stream"] = torch.cuda.current_stream().cuda_stream
+    return {name: str(value) for name, value in flags.items()}
+
+
+def _changes(before: dict, after: dict) -> str:
+    """The settings that differ, in words, or ""."""
+    return ", ".join(
+        f"{name} {value} -> {after.get(name)}" for name, value in before.items() if after.get(name) != value
+    )

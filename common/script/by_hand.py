@@ -23,11 +23,9 @@ from common import garbage
 from common import variant as variants
 from common.contract import Training
 from common.files import json_line, write_text
-from common.machine import environment
-from common.measuring import block, marks, parity, torch_settings, trace
-from common.measuring.agreement import DEAD_S, GRACE_S, Agreement, RankFault
-from common.measuring.course import Course
-from common.script import console, mllog
+from common.machine import environment, memory
+from common.measuring import marks, parity, torch_settings
+from common.script import console
 from common.script.step_checks import as_eager, broken_promise, compare_with_eager
 from common.training.parallel.host_messages import barrier, of_all_ranks
 from common.variant import Unsupported, Variant
@@ -46,12 +44,12 @@ def run(model):
         "message" says why.
     """
     result, rank = _blank(model), model.rank
-    log = mllog.Log(model.options.mllog if rank == 0 else "")
+    log = _log_of(model)
     if rank == 0:
         console.print_head(result)
     log.begin(result)
     end = functools.partial(_end, result, model, rank)
-    with Agreement(rank, model.world_size, end) as ranks:
+    with _agreement_of(model, end) as ranks:
         loop = Loop(model, ranks, log, result)
         try:
             with contextlib.ExitStack() as settings:
@@ -82,6 +80,29 @@ def run(model):
     return result
 
 
+class _Nothing:
+    """Stands in for the log of a run without --mllog and for the agreement of one rank: every method does nothing."""
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: None
+
+
+def _log_of(model):
+    if not model.options.mllog or model.rank > 0:
+        return _Nothing()
+    from common.script.mllog import Log
+
+    return Log(model.options.mllog)
+
+
+def _agreement_of(model, on_fault):
+    if model.world_size == 1:
+        return contextlib.nullcontext(_Nothing())
+    from common.measuring.agreement import Agreement
+
+    return Agreement(model.rank, model.world_size, on_fault)
+
+
 def _blank(model):
     """All keys of the result; what is not known yet is None or empty."""
     unknown = (
@@ -98,7 +119,7 @@ def _blank(model):
         "device": model.device.type,
         "config": vars(model.config).copy(),
         "argv": sys.argv[1:],
-        "env": environment.describe_environment(model.device, model.world_size),
+        "env": environment.describe_environment(model.device, model.world_size) | _source(model),
         **dict.fromkeys(unknown.split()),
         **{name: [] for name in ("notes", "step_ms", "losses", "grad_norms", "state_hashes", "unmoved", "said")},
         "steps": 0,
@@ -106,6 +127,15 @@ def _blank(model):
         "capture_report": {},
         "closing": {},
     }
+
+
+def _source(model):
+    """The code that runs, for --record alone."""
+    if not model.options.record:
+        return {}
+    from common.machine.source import describe_source
+
+    return describe_source()
 
 
 def _end(result, model, rank, fault=None):
@@ -139,9 +169,9 @@ class Loop:
     training: Training
     variant: Variant
 
-    def __init__(self, model, ranks: Agreement, log: mllog.Log, result: dict):
+    def __init__(self, model, ranks, log, result: dict):
         self.model, self.options, self.device = model, model.options, model.device
-        self.rank, self.ranks, self.log, self.result = ranks.rank, ranks, log, result
+        self.rank, self.ranks, self.log, self.result = model.rank, ranks, log, result
         self.name = "parity" if self.options.parity else "profile" if self.options.profile else "steps"
         self.count, self.made, self.replays = 0, 0, 0
         self._times: dict[str, Any] = {}
@@ -165,19 +195,21 @@ class Loop:
         gc.collect()
         gc.disable()
         try:
-            block.synchronize(self.device)
+            variants.synchronize()
             barrier()
             start_s = time.monotonic()
             stamps = [_stamp(self.device)]
             for index in range(self.count):
                 yield index
                 stamps.append(_stamp(self.device))
-            block.synchronize(self.device)
+            variants.synchronize()
             self._times = {"stamps": stamps, "start_s": start_s, "wall_s": time.monotonic() - start_s}
         finally:
             gc.enable()
 
     def _parity(self):
+        from common.measuring.course import Course
+
         self.count = self.options.steps or PARITY_STEPS
         course = Course(self.training, hashed=range(self.count))
         yield from course.steps(self.count)
@@ -185,6 +217,8 @@ class Loop:
         self.result.update(state_hashes=course.digests(), num_tensors=len(course.names), unmoved=unmoved)
 
     def _profiled(self):
+        from common.measuring import trace
+
         self.count = trace.UNTRACED_STEPS + trace.TRACED_STEPS
         with marks.opening_sections(trace.named_range):
             # All ranks make the same steps; rank 0 writes its own.
@@ -249,7 +283,7 @@ class Loop:
             replays=capture.num_replays - self.replays,
             expected_replays=sum(self.variant.replays_of(index) for index in range(count)),
             graph_pool_bytes=sum(pool.bytes() for pool in capture.pools),
-            reserved_bytes=block.reserved_bytes(self.device),
+            reserved_bytes=memory.reserved_bytes(self.device),
         )
 
     def _read_times(self, count):
@@ -297,16 +331,22 @@ class Loop:
     def explain(self, error: Exception) -> None:
         """Turn an exception into the result's status and message."""
         status, message = variants.status_of(error, self.device)
-        if isinstance(error, RankFault):
-            status, message, self.result["failed_rank"] = error.status, str(error), error.rank
-        if status is None and not isinstance(error, OSError):
+        fault = self._fault_of_another(error, status)
+        if status is None and fault is not error and not isinstance(error, OSError):
             traceback.print_exception(error)
-        if status in (None, "capture_failed"):
-            # A connection to a rank that is gone breaks before it is known which one that is.
-            fault = self.ranks.fault_of_another(wait_s=DEAD_S + GRACE_S)
-            if fault is not None:
-                status, message, self.result["failed_rank"] = fault.status, str(fault), fault.rank
+        if fault is not None:
+            status, message, self.result["failed_rank"] = fault.status, str(fault), fault.rank
         self.result.update(status=status or "failed", message=message)
+
+    def _fault_of_another(self, error, status):
+        if self.model.world_size == 1:
+            return None
+        from common.measuring.agreement import DEAD_S, GRACE_S, RankFault
+
+        if isinstance(error, RankFault):
+            return error
+        # A connection to a rank that is gone breaks before it is known which one that is.
+        return self.ranks.fault_of_another(wait_s=DEAD_S + GRACE_S) if status in (None, "capture_failed") else None
 
     def close(self) -> None:
         """Release the variant, then the training: graphs end before what they were captured over."""

@@ -30,15 +30,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Log:
-    """Lines of one run. path: a file, "-" for stdout, "" for a log that keeps nothing."""
+    """Lines of one run. path: a file, or "-" for stdout."""
 
     def __init__(self, path: str):
         self.samples_per_step = 0
         # One clock for all lines, so that a wall clock that is set meanwhile cannot disorder them.
         self.origin_s = time.time() - time.monotonic()
         self._end_s: float | None = None
-        self.file = sys.stdout if path == "-" else None
-        if path not in ("", "-"):
+        self.file = sys.stdout
+        if path != "-":
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self.file = open(path, "w")  # noqa: SIM115
 
@@ -106,15 +106,13 @@ class Log:
         if result["status"] != "pass":
             status = {"status": "aborted", "reason": f"{result['status']}: {result['message']}"}
         self._event(END, "run_stop", at_s=self._end_s, **status)
-        if self.file not in (None, sys.stdout):
+        if self.file is not sys.stdout:
             self.file.close()
 
     def _samples(self, num_steps):
         return {"samples_count": num_steps * self.samples_per_step}
 
     def _event(self, event_type, key, value=None, at_s=None, **metadata):
-        if self.file is None:
-            return
         caller = sys._getframe(1)
         file = Path(caller.f_code.co_filename).relative_to(ROOT).as_posix()
         line = {

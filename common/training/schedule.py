@@ -18,6 +18,8 @@ as many microbatches as stages, interleaved, all forward passes come first.
 from collections import Counter, deque
 from typing import NamedTuple
 
+from common.training.parallel.groups import require_schedule
+
 
 class Transfer(NamedTuple):
     """One tensor between two stages, from the side of one of them.
@@ -32,23 +34,9 @@ class Transfer(NamedTuple):
     microbatch: int
 
 
-def require(pp: int, stage: int, chunks: int, microbatches: int) -> None:
-    """ValueError, which names the flag, where there is no such schedule."""
-    for flag, value in (("--pp", pp), ("--chunks", chunks), ("--microbatches", microbatches)):
-        if value < 1:
-            raise ValueError(f"{flag} {value}: takes a number from 1 up")
-    if not 0 <= stage < pp:
-        raise ValueError(f"--pp-rank {stage}: takes a stage from 0 to {pp - 1} with --pp {pp}")
-    if pp > 1 and chunks > 1 and microbatches % pp:
-        raise ValueError(
-            f"--microbatches {microbatches} is no multiple of --pp {pp}, which an interleaved schedule (--chunks "
-            f"{chunks}) needs"
-        )
-
-
 def num_warmup(pp: int, stage: int, chunks: int, microbatches: int) -> int:
     """Forward passes of a stage before its first pair of a forward and a backward pass."""
-    require(pp, stage, chunks, microbatches)
+    require_schedule(pp, stage, chunks, microbatches)
     if pp == 1:
         return chunks - 1
     if chunks == 1:
@@ -60,7 +48,7 @@ def num_warmup(pp: int, stage: int, chunks: int, microbatches: int) -> int:
 def order(pp: int, stage: int, chunks: int, microbatches: int) -> list[int]:
     """Steps of a stage: [1, 1, -1, ...], 2 x chunks x microbatches of them.
 
-    One stage (pp 1) runs a microbatch forward and backward before the next one. Raises ValueError as `require` does.
+    One stage (pp 1) runs a microbatch forward and backward before the next one. ValueError as of `require_schedule`.
     """
     warmup = num_warmup(pp, stage, chunks, microbatches)
     if pp == 1:

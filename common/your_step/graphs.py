@@ -2,15 +2,17 @@
 
 import contextlib
 import functools
+import importlib.util
 import signal
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.compiled import Compiled, require_compiler
 from common.contract import variant
 from common.training.snapshot import storage_id
-from common.variant import Capture, Compiled, Unsupported, require_compiler
+from common.variant import Capture, Unsupported
 from common.variant_parameterized import Parameterized
 from common.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
 from common.your_step.state import StepState
@@ -277,4 +279,6 @@ class ParameterizedModules(Parameterized):
     fullgraph = False
 
     def __init__(self, state: StepState, capture: Capture):
+        if importlib.util.find_spec("numpy") is None:
+            raise Unsupported("parameterized launches need NumPy in the step's interpreter")
         super().__init__(state, eager_step, _forwards(state), "the modules", capture=capture)

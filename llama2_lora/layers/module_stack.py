@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from common.measuring.marks import mark, section
-from common.training.precision.fp8 import NoScaling, TransformerEngineScaling
+from common.training.precision.fp8 import NoScaling
+from common.training.precision.transformer_engine import TransformerEngineScaling
 from llama2_lora.config import Config
 from llama2_lora.kernels.scaling import restored
 from llama2_lora.layers import plain, transformer_engine

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from common.training.precision import nvfp4
-from common.training.precision.fp8 import require_fp8, transformer_engine, usable_transformer_engine
-from common.variant import Unsupported
+from common.training.precision.transformer_engine import transformer_engine
 from llama2_lora.config import Config
 from llama2_lora.kernels.operators import rope_angles
 from llama2_lora.layers.plain import Adapter
@@ -95,23 +94,3 @@ def recipe_of(config: Config):
     return recipe.DelayedScaling(
         fp8_format=recipe.Format.HYBRID, amax_history_len=config.amax_history, amax_compute_algo="max"
     )
-
-
-def require_kind(kind: str, config: Config, device: torch.device) -> None:
-    """Unsupported if this device does not compute the config with this kind of layer."""
-    if kind != "handwritten" and config.cp * config.tp > 1:
-        flags = f"--cp {config.cp}" if config.cp > 1 else f"--tp {config.tp}"
-        raise Unsupported(f"{flags} needs handwritten layers, which alone share windows and matrices among ranks here")
-    if config.precision == "nvfp4":
-        nvfp4.require(device, "" if kind == "te" else "handwritten layers have no NVFP4 GEMM, take --layer te")
-    if kind != "te":
-        return
-    if config.precision == "nvfp4_emulated":
-        raise Unsupported("--precision nvfp4_emulated needs --layer handwritten")
-    if device.type != "cuda":
-        raise Unsupported("Transformer Engine's layers need a GPU")
-    usable_transformer_engine()
-    if config.documents != "whole":
-        raise Unsupported("Transformer Engine's layers take --documents whole here")
-    if config.precision == "fp8":
-        require_fp8()

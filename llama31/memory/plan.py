@@ -4,6 +4,7 @@ A plain layer (llama31/model.py) keeps everything, or runs again in the backward
 te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
 """
 
+from common.training import fit as fitting
 from common.training import memory_plan, schedule
 from common.training.memory_plan import GIB, Plan
 from llama31.config import KEEP, PRESETS, Config, layer_parameters, num_parameters
@@ -112,12 +113,12 @@ def needed_bytes(config: Config) -> int:
 
 def fit(config: Config, budget: int) -> Config:
     """The config with as many layers as fit where they keep the least. ValueError where not one for each stage does."""
-    return memory_plan.fit_layers(config, PRESETS, needed_bytes, budget, config.pp)
+    return fitting.fit_layers(config, PRESETS, needed_bytes, budget, config.pp)
 
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    memory_plan.require(config, PRESETS, _host_bytes, available_bytes)
+    fitting.require(config, PRESETS, _host_bytes, available_bytes)
 
 
 def _host_bytes(config):

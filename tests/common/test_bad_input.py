@@ -12,7 +12,7 @@ import gpt3.config
 import rnnt.config
 import stable_diffusion.config
 from common import config
-from common.training import memory_plan
+from common.training import fit
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"gpt3": gpt3.config, "rnnt": rnnt.config, "stable_diffusion": stable_diffusion.config}
@@ -182,7 +182,7 @@ def need(shape):
     ],
 )
 def test_blame(shape, available, told):
-    said = memory_plan.blame(shape, SHAPES, need, available)
+    said = fit.blame(shape, SHAPES, need, available)
     if told is None:
         assert said is None
     else:

@@ -2,11 +2,11 @@
 
 import json
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 
 from common import config
+from common.contract import Declared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,10 @@ class Config:
 
 
 PRESETS = {"tiny": Config(), "bench": Config(layers=8, precision="fp8", bias=False)}
-VARIANTS = {"eager": SimpleNamespace(help="kernels one by one"), "graph": SimpleNamespace(help="one graph")}
+VARIANTS = {
+    "eager": Declared("eager", "eager", ("toy.train",), "toy/train.py:1", True, "kernels one by one"),
+    "graph": Declared("graph", "graph", ("toy.train",), "toy/train.py:2", False, "one graph", "bitwise"),
+}
 
 
 def parse(*argv):
@@ -153,7 +156,9 @@ def test_describe_is_one_line_of_json(capsys):
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     description = json.loads(out)
-    assert set(description) == {"model", "presets", "variants"}
+    about = ["kinds", "bitwise", "tolerance", "reference", "traits", "headline", "formerly", "builds", "variant_builds"]
+    assert set(description) == {"model", "presets", "variants", *about}
+    assert description["kinds"] == {"eager": "eager", "graph": "graph"} and description["bitwise"] == ["graph"]
     assert description["model"] == "toy"
     assert description["variants"] == {"eager": "kernels one by one", "graph": "one graph"}
     assert list(description["presets"]) == ["tiny", "bench"], "the first one is the default"

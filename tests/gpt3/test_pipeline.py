@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.capture.pool import Pool
-from common.training.optimizers.adam import NUDGE
+from common.training.optimizers.no_adam import NUDGE
 from common.training.schedule import peak_in_flight
 from common.variant import Unsupported
 from gpt3 import train

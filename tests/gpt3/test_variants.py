@@ -19,7 +19,7 @@ import torch
 from common import variant as common_variant
 from common.capture.pool import Pool
 from common.training.parallel import collectives
-from common.training.precision.fp8 import TransformerEngineScaling
+from common.training.precision.transformer_engine import TransformerEngineScaling
 from common.training.schedule import numbered
 from common.variant import enter, leave
 from gpt3 import other_variants, train

@@ -13,9 +13,8 @@ from llama2_lora.config import PRESETS, flops_per_step
 from llama2_lora.data.windows import PackedBatch
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.context import own_part
-from llama2_lora.layers.transformer_engine import require_kind
 from llama2_lora.plan import fixed_bytes
-from llama2_lora.state import State, hyperparameters
+from llama2_lora.state import State, hyperparameters, require_kind
 from tests.helpers import gloo_ranks
 from tests.helpers.contracts import made
 from tests.helpers.llama2_lora_case import (

@@ -17,8 +17,7 @@ from llama2_lora.config import PRESETS, REPLICATED, Config, flops_per_step, laye
 from llama2_lora.kernels.operators import dropout_key
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.handwritten import QKV
-from llama2_lora.layers.transformer_engine import require_kind
-from llama2_lora.state import State
+from llama2_lora.state import State, require_kind
 from llama2_lora.weights import frozen as shards
 from llama2_lora.weights.frozen import RandomWeights
 from tests.helpers import gloo_ranks

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.training.parallel import collectives, groups
+from common.training.parallel.buckets import GradientBuckets
 from common.training.parallel.groups import Place
 from common.training.precision import nvfp4
 from common.training.precision.fp8 import E4M3_MAX
@@ -151,7 +152,7 @@ def test_main_grad_gets_its_memory_from_the_buckets():
     model.attach_main_grad(part, torch.bfloat16)
     grad = part.parameter.main_grad
     assert grad.shape == (64, 32) and grad.untyped_storage().nbytes() == 2
-    collectives.GradientBuckets([grad], 2**20, collectives.ALONE)
+    GradientBuckets([grad], 2**20, collectives.ALONE)
     assert grad.is_contiguous() and grad.untyped_storage().nbytes() >= 2 * 64 * 32 and not grad.any()
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from common.capture.pool import Pool
+from common.compiled import Compiled
 from common.machine import host_state, memory
-from common.variant import Compiled, Unsupported, leave
+from common.variant import Unsupported, leave
 from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS, learning_rate
 from stable_diffusion.state import LEAST_SIZE, State, schedule
@@ -302,7 +303,7 @@ def test_compiled_variants_are_unsupported_on_the_host(name, graphed):
 def test_graph_step_compile_captures_the_compiled_unet_and_leaves_eager_s(graphed, monkeypatch):
     """With a compiler that marks what it is given."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: ("compiled", function))
-    monkeypatch.setattr("common.variant.require_compiler", lambda device: None)
+    monkeypatch.setattr("common.compiled.require_compiler", lambda device: None)
     monkeypatch.setattr(Pool, "adopt", lambda pool, is_borrowed: contextlib.nullcontext())
     for name in ("compile_steps", "step"):
         monkeypatch.setattr(Compiled, name, lambda *arguments: None)

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
 from common.capture.checks import CaptureError, RegionRefused, check_none_kept
+from common.capture.cuda_graph import CudaGraph, new_workspaces
 from common.capture.parameterized import arenas, driver, random_state, words
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
-from common.capture.pool import CudaGraph, new_workspaces
 
 _NUM_WARM_UPS = 2
 _MAX_NAMED = 5

@@ -1,4 +1,4 @@
-"""AdamW on FP32 masters of parameters in any format, with clipping, loss scaling or both; and a stand-in without it.
+"""AdamW on FP32 masters of parameters in any format, with clipping, loss scaling or both.
 
     adam = Adam(params, Hyperparameters(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1), main_grads)
     adam.step()
@@ -9,72 +9,14 @@ whether a step overflowed are numbers on the device, and nothing calls `.item()`
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from common.training.optimizers.hyperparameters import Hyperparameters
 
-NUDGE = 2.0**-10
-
-
-class LossScaler:
-    """The loss scale of FP16 training as numbers on the device, updated without a host read.
-
-    An overflow lowers the tracker by one. At zero it also halves the scale, though not below `floor`, and above zero it
-    only starts the growth counter again. A finite step sets the tracker back to `hysteresis`, and `growth_interval`
-    finite steps in a row double the scale. This is the rule of apex (update_scale_hysteresis), which the benchmark
-    uses; the floor of 1 is ours.
-
-    Attributes:
-        scale: FP32 0-d.
-        found_inf: FP32 0-d, 1 if a gradient of the step was not finite. The optimizer fills it.
-        growth: Finite steps since the scale last changed. This and the others are int32 0-d.
-        tracker: Overflows left until the scale halves.
-        floor_overflows: Overflows in a row at the floor.
-        num_skipped: Overflows since the start.
-    """
-
-    floor = 1.0
-    STATE = ("scale", "growth", "tracker", "floor_overflows", "num_skipped")
-
-    def __init__(self, device, scale: float, growth_interval: int, hysteresis: int):
-        self.initial_scale = scale
-        self.growth_interval, self.hysteresis = growth_interval, hysteresis
-        self.scale, self.found_inf = (torch.zeros((), device=device) for _ in range(2))
-        self.growth, self.tracker, self.floor_overflows, self.num_skipped = (
-            torch.zeros((), dtype=torch.int32, device=device) for _ in range(4)
-        )
-        self.reset()
-
-    def reset(self) -> None:
-        """Start again, in place."""
-        for _, tensor in self.named_state():
-            tensor.zero_()
-        self.found_inf.zero_()
-        self.scale.fill_(self.initial_scale)
-        self.tracker.fill_(self.hysteresis)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Set the scale of the next step by found_inf of this one."""
-        overflow = self.found_inf > 0
-        self.num_skipped.add_(overflow)
-        at_floor = overflow & (self.scale <= self.floor)
-        self.floor_overflows.copy_(torch.where(at_floor, self.floor_overflows + 1, 0))
-        self.tracker.copy_(torch.where(overflow, (self.tracker - 1).clamp_(min=0), self.hysteresis))
-        growth = torch.where(overflow, 0, self.growth + 1)
-        grows = growth >= self.growth_interval
-        self.growth.copy_(torch.where(grows, 0, growth))
-        # A scale that would leave FP32 stays.
-        grown = torch.where(torch.isfinite(self.scale * 2), self.scale * 2, self.scale)
-        lowered = (self.scale / 2).clamp_(min=self.floor)
-        lowers = overflow & (self.tracker <= 0)
-        self.scale.copy_(torch.where(lowers, lowered, torch.where(grows, grown, self.scale)))
-
-    def named_state(self):
-        """Yield (name, tensor) of everything that lasts from step to step, for hashing."""
-        for name in self.STATE:
-            yield f"loss_scale.{name}", getattr(self, name)
+if TYPE_CHECKING:
+    from common.training.optimizers.loss_scaler import LossScaler
 
 
 class Adam:
@@ -111,7 +53,7 @@ class Adam:
         writes: Sequence[Callable[[torch.Tensor], object] | None] | None = None,
         moments: torch.dtype = torch.float32,
         reduce_norm=None,
-        scaler: LossScaler | None = None,
+        scaler: "LossScaler | None" = None,
         clip_on_host: bool = False,
     ):
         self.params, self.grads, self.scaler = list(params), list(grads), scaler
@@ -238,43 +180,3 @@ class Adam:
         for index, tensors in enumerate(zip(self.masters, self.exp_avg, self.exp_avg_sq, strict=True)):
             for key, tensor in zip(("master", "exp_avg", "exp_avg_sq"), tensors, strict=True):
                 yield f"optimizer.{index}.{key}", tensor
-
-
-class NoAdam:
-    """In the place of an optimizer, where forward and backward are measured alone.
-
-    All vectors (biases and norms) and the first row of each matrix take a step of fixed length against their gradients'
-    signs, some kilobytes: the weights move, as a graph that read them at its capture would show. The state that is
-    compared has the gradients in the place of the moments. grad_norm: of the gradients of vectors and first rows.
-
-    Args:
-        parameters: each with its main_grad.
-    """
-
-    def __init__(self, parameters):
-        self._grads = [parameter.main_grad for parameter in parameters]
-        self._moved = [_first_row(parameter.detach()) for parameter in parameters]
-        self._moved_grads = [_first_row(grad) for grad in self._grads]
-        self._signs = [torch.zeros_like(moved) for moved in self._moved]
-        self.grad_norm = torch.zeros((), device=self._grads[0].device)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Compute grad_norm and move vectors and first rows against their gradients' signs."""
-        norms = torch._foreach_norm(self._moved_grads, 2, dtype=torch.float32)
-        torch.linalg.vector_norm(torch.stack(norms), out=self.grad_norm)
-        torch._foreach_copy_(self._signs, torch._foreach_sign(self._moved_grads))
-        torch._foreach_add_(self._moved, self._signs, alpha=-NUDGE)
-
-    def reset(self) -> None:
-        """Start again."""
-        self.grad_norm.zero_()
-
-    def named_state(self):
-        """Yield (name, tensor) of the gradients, for hashing."""
-        for index, grad in enumerate(self._grads):
-            yield f"main_grad.{index}", grad
-
-
-def _first_row(tensor):
-    return tensor[:1] if tensor.ndim > 1 else tensor

@@ -7,7 +7,7 @@
 A step reduce-scatters the gradients' mean, updates this rank's share and all-gathers the parameters. Nothing is read on
 the host: it can be captured. Bytes a parameter of a rank, with bf16 parameters and FP32 gradients: 6 + 12 / ranks.
 
-The result is bitwise that of averaging and updating everything on every rank (`collectives.GradientBuckets` and
+The result is bitwise that of averaging and updating everything on every rank (`buckets.GradientBuckets` and
 `Adam`) if the averages are equal and no gradient is clipped. Averages are equal on two ranks; on more, gloo adds
 in one order in buckets of one layout, NCCL promises nothing. The norm adds up in another order, so that its last bit,
 and with it a clipped gradient, may differ.
@@ -18,6 +18,7 @@ import torch
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
+from common.training.parallel.buckets import GradientBuckets, move_into, reduce_norm_
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -37,7 +38,7 @@ class ZeroAdam:
         bucket_bytes: Size of the flat buffers.
 
     Attributes:
-        grads: The gradients' `collectives.GradientBuckets`.
+        grads: The gradients' `buckets.GradientBuckets`.
         flat_params: The flat buffers of the parameters.
         adam: `Adam` of this rank's share.
         grad_norm: FP32 0-d, the norm of the averaged gradients over all ranks of the run, before clipping.
@@ -54,11 +55,11 @@ class ZeroAdam:
     ):
         self.params, self.group = list(params), group
         num_parts, part = collectives.group_size(group), collectives.group_rank(group)
-        self.grads = collectives.GradientBuckets(grads, bucket_bytes, group, num_parts)
+        self.grads = GradientBuckets(grads, bucket_bytes, group, num_parts)
         self.flat_params = []
         for flat, places in zip(self.grads.flats, self.grads.places, strict=True):
             self.flat_params.append(torch.zeros_like(flat, dtype=self.params[0].dtype))
-            collectives.move_into(self.flat_params[-1], places, self.params)
+            move_into(self.flat_params[-1], places, self.params)
         own_params, own_grads = (
             [flat.chunk(num_parts)[part] for flat in flats] for flats in (self.flat_params, self.grads.flats)
         )
@@ -97,21 +98,3 @@ class ZeroAdam:
     def named_state(self):
         """Yield (name, tensor) of this rank's masters and moments and of the count of steps, for hashing."""
         return self.adam.named_state()
-
-
-@torch.no_grad()
-def reduce_norm_(norm: torch.Tensor, group: str = "", uncounted=()) -> None:
-    """Make the norm of this rank's gradients the norm over all ranks of a group, in place.
-
-    Args:
-        norm: FP32 0-d.
-        group: Ranks that hold other gradients.
-        uncounted: Gradients of this rank that another rank of the group counts too.
-    """
-    norm.square_()
-    if uncounted:
-        norms = torch._foreach_norm(list(uncounted), 2, dtype=torch.float32)
-        # The rest may round to less than zero.
-        norm.sub_(torch.stack(norms).square_().sum()).clamp_(min=0)
-    collectives.all_reduce_sum_(norm, group)
-    norm.sqrt_()

@@ -9,11 +9,11 @@ group. In a group of one rank, and in a run of one process, reductions leave the
 copy, but remain operators.
 
     rank, local_rank, world_size = init("cuda")
-    buckets = GradientBuckets(main_grads, bucket_bytes=64 << 20)
-    loss.backward(); buckets.all_reduce_mean(); optimizer.step(); buckets.zero_()
+    loss.backward(); all_reduce_mean_(gradients); optimizer.step()
     shutdown()
 
-What a model differentiates through is in common/training/parallel/differentiable_collectives.py.
+Beside it, buckets.py has gradients in flat buffers, and differentiable_collectives.py what a model differentiates
+through.
 """
 
 import datetime
@@ -228,81 +228,6 @@ def group_rank(group="") -> int:
     """This process's rank in `group`."""
     process_group = _resolve(group)
     return 0 if process_group is None else process_group.rank()
-
-
-# ------------------------------------------------------------------------------------------------
-# Gradient buckets
-
-# What the CUDA caching allocator gives a tensor of its own, so that kernels choose the same vector width in a bucket.
-_ALIGNMENT_BYTES = 512
-
-
-class GradientBuckets:
-    """Gradients laid out in a few contiguous buffers, reduced without a copy.
-
-    Args:
-        tensors: Gradients, such as FP32 main_grads. Their memory moves into the buckets and keeps its values.
-        bucket_bytes: Most of a bucket that holds several tensors.
-        group: As for the operators.
-        parts: Each bucket has so many equal parts, which begin and end as aligned as a gradient does.
-
-    Attributes:
-        flats: The buckets in the order of reduction, of one dtype and device each. Padding between gradients is zero.
-        places: For each of flats (index of a tensor, its first element) of all that lies in it.
-    """
-
-    def __init__(self, tensors, bucket_bytes, group="", parts=1):
-        self.tensors, self.group = list(tensors), group
-        self.flats, self.places = [], []
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, tensor in enumerate(self.tensors):
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
-        for (dtype, device), indices in kinds.items():
-            self._fill(indices, bucket_bytes, dtype, device, parts)
-
-    def _fill(self, indices, bucket_bytes, dtype, device, parts):
-        unit = _ALIGNMENT_BYTES // dtype.itemsize
-        while indices:
-            places: list[tuple[int, int]] = []
-            num_elements = 0
-            for index in indices:
-                padded = -(-self.tensors[index].numel() // unit) * unit
-                if places and (num_elements + padded) * dtype.itemsize > bucket_bytes:
-                    break
-                places.append((index, num_elements))
-                num_elements += padded
-            # Whole units for each part.
-            num_elements = -(-num_elements // (unit * parts)) * unit * parts
-            self.flats.append(torch.zeros(num_elements, dtype=dtype, device=device))
-            self.places.append(places)
-            move_into(self.flats[-1], places, self.tensors)
-            indices = indices[len(places) :]
-
-    def all_reduce_mean(self) -> None:
-        """Average all buckets over the group, in the order of `flats`."""
-        all_reduce_mean_(self.flats, self.group)
-
-    def zero_(self) -> None:
-        """Clear all gradients in place."""
-        for flat in self.flats:
-            flat.zero_()
-
-
-@torch.no_grad()
-def move_into(flat, places, tensors) -> None:
-    """Move the memory of tensors[index], for each (index, first element) of places, into `flat`; their values stay."""
-    for index, start in places:
-        view = _place_in(flat, start, tensors[index])
-        view.copy_(tensors[index])
-        # The tensor object stays, so whoever holds it (a module, param.main_grad) uses the flat buffer from now on.
-        tensors[index].data = view
-
-
-def _place_in(flat, start, tensor):
-    """The elements of `flat` from `start` on in the shape of `tensor`, and in its strides where it has no gaps."""
-    view = flat[start : start + tensor.numel()]
-    # Strides are kept (channels_last): copies between lists of tensors are one kernel only where they agree.
-    return view.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
 
 # ------------------------------------------------------------------------------------------------

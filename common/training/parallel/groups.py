@@ -86,6 +86,20 @@ def require_split(sizes: dict[str, int], tp: int, share: int = 1) -> None:
             raise ValueError(f"{name} {size} is not divisible by {by}{more}")
 
 
+def require_schedule(pp: int, stage: int, chunks: int, microbatches: int) -> None:
+    """ValueError, which names the flag, where a pipeline has no schedule (common/training/schedule.py)."""
+    for flag, value in (("--pp", pp), ("--chunks", chunks), ("--microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{flag} {value}: takes a number from 1 up")
+    if not 0 <= stage < pp:
+        raise ValueError(f"--pp-rank {stage}: takes a stage from 0 to {pp - 1} with --pp {pp}")
+    if pp > 1 and chunks > 1 and microbatches % pp:
+        raise ValueError(
+            f"--microbatches {microbatches} is no multiple of --pp {pp}, which an interleaved schedule (--chunks "
+            f"{chunks}) needs"
+        )
+
+
 @dataclass(frozen=True)
 class Place:
     """The place of one process in the decomposition."""

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from common.training.precision.fp8 import usable_transformer_engine
 from common.variant import Unsupported
 
 BLOCK = 16
@@ -35,6 +34,8 @@ def require(device: torch.device, no_gemm: str = "") -> None:
     """
     reason = "NVFP4 needs a GPU of compute capability 10.0 or higher"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY:
+        from common.training.precision.transformer_engine import usable_transformer_engine
+
         available, said = usable_transformer_engine().is_nvfp4_available(return_reason=True)
         if available and not no_gemm:
             return

@@ -30,8 +30,9 @@ def wait_until(condition, timeout_s=240):
 def test_env_on_the_cpu():
     env = environment.describe_environment("cpu", 2)
     assert env["world_size"] == 2 and env["num_gpus"] == 0 and env["gpu_name"] is None
-    assert env["source_hash"] == source.source_hash()
-    assert (env["git_sha"], env["git_tree"], env["git_dirty"]) == source.git_state()
+    found = source.describe_source()
+    assert found["source_hash"] == source.source_hash()
+    assert (found["git_sha"], found["git_tree"], found["git_dirty"]) == source.git_state()
     assert re.fullmatch(r"[0-9a-f-]{36}", env["boot_id"])
     assert env["cpu"].endswith(f"{os.cpu_count()} cores")
     assert env["torch"]
@@ -206,7 +207,7 @@ def alive(pid):
 
 def test_the_drivers_version(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu_state.driver_version() is None
+    assert environment.driver_version() is None
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 580.1\necho 580.1\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert gpu_state.driver_version() == "580.1"
+    assert environment.driver_version() == "580.1"

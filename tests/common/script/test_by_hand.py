@@ -9,7 +9,7 @@ import torch
 
 from common.capture.pool import CaptureError
 from common.machine import memory
-from common.measuring import block
+from common.machine.source import source_hash
 from common.script import by_hand
 from common.variant import Unsupported
 from tests.helpers.by_hand import (
@@ -57,7 +57,7 @@ def test_a_run_trains_from_the_seeded_start(run):
 def test_steps_follow_each_other_with_nothing_in_between(run, monkeypatch):
     """No garbage is collected, and nothing waits for the device."""
     collected, waits, made = [], [], []
-    monkeypatch.setattr(block, "synchronize", lambda device: waits.append(len(made[0].indices)))
+    monkeypatch.setattr(by_hand.variants, "synchronize", lambda: waits.extend(len(each.indices) for each in made))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *some: pytest.fail("waited"))
 
     def make(state):
@@ -94,6 +94,7 @@ def test_the_file_of_record(run):
     what = [result[name] for name in ("model", "preset", "variant", "kind")]
     assert what == ["tests.small", "tiny", "it", "graph"]
     assert (result["status"], result["message"], result["device"]) == ("pass", "", "cpu")
+    assert result["env"]["source_hash"] == source_hash()
     assert result["config"] == vars(Config()) and result["notes"] == ["a note"] and result["env"]["torch"]
     counts = [result[name] for name in ("graphs", "replays", "expected_replays", "strategy")]
     assert counts == [1, 12, 12, "one graph"]

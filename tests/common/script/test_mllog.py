@@ -139,7 +139,7 @@ def test_official_checker_fails_a_broken_log(gpt3_log, tmp_path, name):
 def logged(num_steps, losses=None, wall_ms=None, samples=4):
     """Lines of steps of 10, 11, 12, 10, ... ms that began at 5 s on the monotonic clock."""
     step_ms = [10.0 + index % 3 for index in range(num_steps)]
-    log = mllog.Log("")
+    log = mllog.Log("-")
     log.say({"global_batch_size": samples})
     log.origin_s, log.file = 1000.0, Lines()
     wall_s = (wall_ms or sum(step_ms)) / 1e3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.training.optimizers.adam import LossScaler
+from common.training.optimizers.loss_scaler import LossScaler
 from common.training.step_report import DelayedReader, ScaledReport
 
 

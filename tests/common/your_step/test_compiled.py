@@ -126,3 +126,9 @@ def test_modules_train_as_eager_does_by_parameterized_launches(tmp_path):
     found, variant = deviation(state_of(tmp_path), graphs.ParameterizedModules)
     assert found < 1e-6 and variant.num_graphs >= 2
     assert {row["state"] for row in variant.capture.report["regions"]} == {"parameterized"}
+
+
+def test_parameterized_launches_say_that_numpy_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(graphs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Unsupported, match="need NumPy in the step's interpreter"):
+        making(graphs.ParameterizedModules)(state_of(tmp_path))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from common.training.optimizers.adam import Adam, LossScaler
+from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.loss_scaler import LossScaler
 from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
 NUMBERS = Hyperparameters(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)

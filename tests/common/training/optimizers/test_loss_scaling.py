@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from common.capture.pool import Pool
-from common.training.optimizers.adam import Adam, LossScaler
+from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
+from common.training.optimizers.loss_scaler import LossScaler
 
 
 class Rule:

@@ -10,6 +10,7 @@ from common.training.optimizers import zero
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
+from common.training.parallel.buckets import GradientBuckets, reduce_norm_
 from common.training.parallel.groups import Ranks, make_groups
 from tests.helpers import gloo_ranks
 
@@ -50,7 +51,7 @@ def difference(group, data_rank, parts=1, integers=False, clip=NO_CLIP, num_grou
     """
     sharded, params, grads = zero_adam(clip, group=group)
     whole_params, whole_grads = parameters(), main_grads()
-    buckets = collectives.GradientBuckets(whole_grads, 3000, group, parts)
+    buckets = GradientBuckets(whole_grads, 3000, group, parts)
     plain = Adam(whole_params, numbers(clip), whole_grads)
     largest, norms = 0.0, 0.0
     for step in range(3):
@@ -169,5 +170,5 @@ def test_one_process_is_bitwise_master_adam():
 def test_a_norm_that_is_not_finite_stays_so():
     for value in (torch.inf, torch.nan):
         norm = torch.tensor(value)
-        zero.reduce_norm_(norm, uncounted=[torch.ones(2)])
+        reduce_norm_(norm, uncounted=[torch.ones(2)])
         assert not torch.isfinite(norm)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.capture.host_graph import HostPool
 from common.training.parallel import collectives
 from common.training.parallel import differentiable_collectives as regions
+from common.training.parallel.buckets import GradientBuckets
 from tests.helpers import gloo_ranks
 
 
@@ -99,7 +100,7 @@ def test_gradients_move_into_buckets_and_keep_values_and_strides():
     dense = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     tensors = [dense, torch.randn(6, 8)[:, ::2], torch.zeros(()).expand(7)]
     values = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
-    buckets = collectives.GradientBuckets(tensors, bucket_bytes=1 << 20)
+    buckets = GradientBuckets(tensors, bucket_bytes=1 << 20)
     (flat,) = buckets.flats
     for tensor, value in zip(tensors, values, strict=True):
         assert torch.equal(tensor, value) and (tensor.data_ptr() - flat.data_ptr()) % 512 == 0
@@ -118,7 +119,7 @@ def test_gradients_move_into_buckets_and_keep_values_and_strides():
 def test_buckets_hold_one_dtype_and_no_more_than_asked():
     sizes = [100, 128, 4, 1000, 3]
     tensors = [torch.zeros(size) for size in sizes] + [torch.zeros(7, dtype=torch.float64)]
-    buckets = collectives.GradientBuckets(tensors, bucket_bytes=1024)
+    buckets = GradientBuckets(tensors, bucket_bytes=1024)
     assert [(flat.dtype, flat.numel()) for flat in buckets.flats] == [
         (torch.float32, 256),  # 100 and 128, each padded to 128
         (torch.float32, 128),  # 4: the next does not fit
