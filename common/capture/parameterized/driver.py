@@ -96,44 +96,6 @@ class Graph:
         cu.cuGraphDestroy(self._graph)
 
 
-class Repeated:
-    """Addresses in a row on a GPU that have one piece of memory again and again, until `free`.
-
-    size: bytes of addresses. piece: least bytes of the memory. address: the first one. DriverError where that fails.
-    """
-
-    def __init__(self, size: int, piece: int, device: int):
-        place = cu.CUmemLocation()
-        place.type, place.id = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, device
-        kind, access = cu.CUmemAllocationProp(), cu.CUmemAccessDesc()
-        kind.type, kind.location = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, place
-        access.location, access.flags = place, cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        unit = call("cuMemGetAllocationGranularity", kind, minimum)
-        self.piece = -(-piece // unit) * unit
-        self._size, self._mapped = -(-size // self.piece) * self.piece, 0
-        memory = call("cuMemCreate", self.piece, kind, 0)
-        try:
-            self.address = int(call("cuMemAddressReserve", self._size, unit, 0, 0))
-            try:
-                while self._mapped < self._size:
-                    call("cuMemMap", self.address + self._mapped, self.piece, 0, memory, 0)
-                    self._mapped += self.piece
-                call("cuMemSetAccess", self.address, self._size, [access], 1)
-            except BaseException:
-                self.free()
-                raise
-        finally:
-            # What is mapped keeps it.
-            call("cuMemRelease", memory)
-
-    def free(self) -> None:
-        """Give addresses and memory back; nothing may use them any more."""
-        if self._mapped:
-            call("cuMemUnmap", self.address, self._mapped)
-        call("cuMemAddressFree", self.address, self._size)
-
-
 @cache
 def _graph_launch():
     # Kineto shows launches of the runtime and leaves out the driver's. Neither holds Python's lock.

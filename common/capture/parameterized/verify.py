@@ -1,6 +1,5 @@
 """The first launches of a region beside eager, with everything at old addresses spoiled."""
 
-import contextlib
 from collections.abc import Collection
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 
 from common.capture import memory
 from common.capture.checks import RegionRefused
-from common.capture.parameterized import driver, random_state
+from common.capture.parameterized import random_state
 
 # All bits set is NaN in every floating-point format, and no address.
 _POISON = 0xFF
@@ -22,8 +21,6 @@ _NUM_REPEATS = 4
 _DETERMINISTIC = 2
 # Bytes before and behind an address that stands for one outside the region.
 _MARGIN = 1 << 20
-# Each piece of a window is mapped by a call of the driver.
-_LEAST_PIECE = 64 << 20
 # Bytes in which every lower half of an address occurs once.
 _WINDOW = 1 << 32
 
@@ -150,16 +147,16 @@ class Verification:
         suspects = [word for word in unexplained if word.is_suspect]
         # A lower half that both captures agree upon may be a number beside unused bytes: it stays.
         window = _WINDOW if any(_has_known_half(word) for word in suspects) else 0
+        scratch = _scratch(analysis.largest() + window if suspects else 0, self._device)
         try:
-            with _scratch(analysis.largest() if suspects else 0, window, self._device) as scratch:
-                for fill, margin in ((0, 2 * _MARGIN), (_POISON, _MARGIN)):
-                    self._watched = [(scratch.fill_(fill), fill)]
-                    start = scratch.data_ptr() + margin
-                    numbers = [word.agreed if fill else word.second for word in unexplained]
-                    pairs = zip(unexplained, numbers, strict=True)
-                    values = [_stand_in(word, start) if word.is_suspect else number for word, number in pairs]
-                    self._region.overwrite(unexplained, values)
-                    self.run()
+            for fill, margin in ((0, 2 * _MARGIN), (_POISON, _MARGIN)):
+                self._watched = [(scratch.fill_(fill), fill)]
+                start = scratch.data_ptr() + margin
+                numbers = [word.agreed if fill else word.second for word in unexplained]
+                pairs = zip(unexplained, numbers, strict=True)
+                values = [_stand_in(word, start) if word.is_suspect else number for word, number in pairs]
+                self._region.overwrite(unexplained, values)
+                self.run()
         except RegionRefused as error:
             raise RegionRefused(
                 "words of parameters differ between two captures, are no address of the region and matter "
@@ -169,22 +166,9 @@ class Verification:
         self._region.overwrite(unexplained, [word.first for word in unexplained])
 
 
-@contextlib.contextmanager
-def _scratch(largest, window, device):
-    """Yield live memory, around addresses that a kernel may read or write instead of a tensor.
-
-    With a window, so many addresses more have the same memory again and again.
-    """
-    size = largest + 3 * _MARGIN
-    if not window or device.type == "cpu":
-        yield torch.empty(size, dtype=torch.uint8, device=device)
-        return
-    repeated = driver.Repeated(window + size, max(size, _LEAST_PIECE), device.index)
-    try:
-        yield memory.bytes_at(repeated.address, repeated.piece, device)
-        torch.cuda.synchronize(device)
-    finally:
-        repeated.free()
+def _scratch(largest, device):
+    """Live memory around addresses that a kernel may read or write instead of a tensor."""
+    return torch.empty(largest + 3 * _MARGIN, dtype=torch.uint8, device=device)
 
 
 def _has_known_half(word) -> bool:
