@@ -41,8 +41,10 @@ def since(place: int | None) -> list[str]:
 
 def told(log: str) -> list[str]:
     """Return the first lines of a log, each as CALL in THREAD: MESSAGE."""
-    names = {each.native_id: each.name for each in threading.enumerate()}
-    names[threading.main_thread().native_id] = "the main thread"
+    main = threading.main_thread()
+    # Some drivers write the system's number of a thread, others pthread's.
+    names = {key: each.name for each in threading.enumerate() for key in (each.native_id, each.ident)}
+    names |= dict.fromkeys((main.native_id, main.ident), "the main thread")
     found = []
     for number, call, message in _LINE.findall(log):
         returned = _RETURNS.search(message)
