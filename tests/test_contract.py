@@ -220,6 +220,7 @@ def test_a_forked_script_starts_processes_as_a_plain_one_does():
     assert said.splitlines()[0] == multiprocessing.get_all_start_methods()[0]
 
 
+@pytest.mark.slow
 def test_the_plain_command_trains_as_a_forked_one_does(parity_run):
     """That two eager runs of a model are equal follows from graphs that equal eager in another process."""
     forked_one, plain = (read(parity_run, MODELS[0], "eager", run) for run in (fork, train))
@@ -228,6 +229,7 @@ def test_the_plain_command_trains_as_a_forked_one_does(parity_run):
     assert forked_one["state_hashes"][:NUM_STEPS] == plain["state_hashes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_eager_learns(parity_run, model):
     """A model that does not learn would pass every comparison: all that is hashed moves, and the loss falls."""

@@ -80,6 +80,7 @@ def test_there_are_models():
     assert {"gpt3", "llama2_lora", "llama31", "moe", "rnnt", "stable_diffusion"} <= set(MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", EVERY)
 def test_headline_variants(model, tmp_path):
     description = described(model)
@@ -111,6 +112,7 @@ def without_packages(tmp_path_factory):
     return CPU_ONLY | {"PYTHONPATH": str(folder)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "lacking", "said"), LACKING, ids=[model for model, *_ in LACKING])
 def test_without_optional_packages(model, lacking, said, without_packages, tmp_path):
     names = ",".join(["graph_layer" if model != "stable_diffusion" else "graph_step", *lacking])
@@ -122,6 +124,7 @@ def test_without_optional_packages(model, lacking, said, without_packages, tmp_p
     assert all(status == "unsupported" and said in reason for status, reason in reasons.values()), printed
 
 
+@pytest.mark.slow
 def test_a_build_that_cannot_read_its_data_says_why_for_each_variant(without_packages, tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     more = ("--", "--data", str(tmp_path / "rows.parquet"))
@@ -132,6 +135,7 @@ def test_a_build_that_cannot_read_its_data_says_why_for_each_variant(without_pac
     assert all("needs pyarrow to be read" in reasons[name][1] for name in ("eager", "graph_step")), printed
 
 
+@pytest.mark.slow
 def test_a_build_that_runs_out_of_memory(tmp_path):
     """Its base has a name of its own, and the other build is measured."""
     names = "graph_step,graph_too_large"

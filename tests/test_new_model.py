@@ -60,6 +60,7 @@ def test_a_copy_passes_the_contract(checkout):
     assert " passed" in done.stdout and "failed" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_copy_that_still_names_the_example_is_refused(checkout):
     (checkout / "other_model").mkdir()
     shutil.copyfile(ROOT / "examples" / "minimal" / "train.py", checkout / "other_model" / "train.py")

@@ -35,6 +35,7 @@ def markdown(found: Found, page: Path, _: str = "") -> str:
 def _of_run(row, page) -> Iterator[list[str]]:
     own, point = row.newest.judged, row.newest
     gpu = in_markdown(headlines.short(row.workload.gpu))
+    link = tables.linked_file(f"{row.workload.name} ({gpu})", point.path, page)
     for name, variant in own.build.variants.items():
         if variant.alone is None or not own.passed(name):
             continue
@@ -42,13 +43,14 @@ def _of_run(row, page) -> Iterator[list[str]]:
         report = variant.capture.report or {}
         patched = report.get("patched_per_launch")
         yield [
-            tables.linked_file(f"{row.workload.name} ({gpu})", point.path, page),
+            link,
             f"`{name}`",
             milliseconds(own.ms(name)),
             f"{ratio.ratio:.3f}x" if ratio else "base",
             *(_gib(size) for size in _sizes(variant.alone)),
             "" if patched is None else f"{patched:.1f}",
         ]
+        link = ""
 
 
 def _sizes(alone: Alone):

@@ -170,6 +170,7 @@ def nothing_is_published(tmp_path, monkeypatch):
     monkeypatch.setattr(publish, "ROOT", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", sorted(PROGRAMS))
 def test_a_random_command_line_is_answered(tmp_path, program):
     try_lines(program, tmp_path, 50)

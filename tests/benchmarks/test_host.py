@@ -9,6 +9,7 @@ import pytest
 from benchmarks import host
 
 
+@pytest.mark.slow
 def test_calls_of_this_host_are_timed_quiet_and_beside_busy_processes(monkeypatch, capsys):
     monkeypatch.setattr(host, "SECONDS", 0.1)
     assert host.main(["--json", "--host-load", "1"]) == 0
@@ -26,6 +27,7 @@ def test_calls_of_this_host_are_timed_quiet_and_beside_busy_processes(monkeypatc
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.slow
 def test_busy_processes_run_beside_the_second_answer_alone(monkeypatch):
     running = []
 

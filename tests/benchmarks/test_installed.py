@@ -71,6 +71,7 @@ def installed(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_an_installed_command_measures_a_step_beside_packages_of_our_names(installed, project):
     done = installed(project, "measure", "steps/my_step.py:build", "--python", sys.executable, "--json")
     told = json.loads(done.stdout)
@@ -81,6 +82,7 @@ def test_an_installed_command_measures_a_step_beside_packages_of_our_names(insta
     assert page.returncode == 0 and (project / page.stdout.strip()).is_file()
 
 
+@pytest.mark.slow
 def test_an_installed_doctor_names_the_line(installed, project):
     path = project / "steps" / "my_step.py"
     text = path.read_text().replace("return loss", "return loss.item()")
@@ -93,6 +95,7 @@ def test_an_installed_doctor_names_the_line(installed, project):
     assert "linalg_lu_factor is held by no graph: it waits for the GPU in 4 of 4 samples" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["doctor", "measure"])
 def test_an_installed_command_names_itself_in_mistakes_of_a_step(installed, project, name):
     path = project / "steps" / "my_step.py"
@@ -104,6 +107,7 @@ def test_an_installed_command_names_itself_in_mistakes_of_a_step(installed, proj
     assert done.returncode == measure.MISTAKE and done.stderr.startswith(f"graph-worth {name}: ")
 
 
+@pytest.mark.slow
 def test_an_installed_watch_looks_at_a_script(installed, project):
     code = "import torch\nfrom common.config import width\nmodel = torch.nn.Linear(width(), 1)\n"
     code += "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(30):\n"
@@ -128,6 +132,7 @@ def test_a_mistake_is_one_line(installed, project, words, status, said):
     assert ("graph-worth measure my_step.py:build" in done.stdout) == (words == ["--help"])
 
 
+@pytest.mark.slow
 def test_a_clone_leaves_the_names_free_too(project):
     words = [sys.executable, str(ROOT / step_file.START), "common.your_step.doctor", "steps/my_step.py:build"]
     variables = os.environ | {step_file.FOLDER: str(project)}

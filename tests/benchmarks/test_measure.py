@@ -115,6 +115,7 @@ def measured(tmp_path, scale, *more):
     return subprocess.run([*words, *more], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
     done = measured(tmp_path, "1.0")
     assert done.returncode == measure.NOT_MEASURED, done.stdout + done.stderr
@@ -270,6 +271,7 @@ def test_a_root_that_cannot_be_made_is_told_before_the_doctor(tmp_path, monkeypa
     assert "File exists" in said and "/proc/x" in said and said.count("\n") == 2
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_later_is_named_with_its_line_and_no_internal_names(tmp_path):
     done = measured(tmp_path, "(1.0 if count[0] < 5 else 1 / 0)", "--quick")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -40,6 +40,7 @@ def sound(tmp_path_factory):
     return SimpleNamespace(**done), out
 
 
+@pytest.mark.slow
 def test_sound_variants_pass_and_train_alike(sound):
     done, out = sound
     assert done.returncode == 0, done.stdout + done.stderr
@@ -104,6 +105,7 @@ def test_the_last_line_names_a_page_about_the_run(sound):
     assert "On a CPU this shows that the variants train alike." in page.read_text()
 
 
+@pytest.mark.slow
 def test_liars_are_named_with_what_they_did(tmp_path):
     names = [name for name in LIARS if name not in DISTURBING]
     done = bench(tmp_path, ["eager", "graph_step", *names], "--cycles", 1, "--no-control")
@@ -163,6 +165,7 @@ def test_what_breaks_is_left_out_and_the_rest_is_measured(tmp_path):
         assert variants[name].status != "pass" and said in variants[name].reason, (name, variants[name].reason)
 
 
+@pytest.mark.slow
 def test_threads_that_outlive_a_variant_end_that_variant_alone(tmp_path):
     names = ["haunts", "haunts_unsupported", "haunts_later"]
     done = bench(tmp_path, ["eager", "graph_step", *names])
@@ -191,6 +194,7 @@ def test_what_does_not_fit_together_has_a_process_for_each_block(tmp_path):
 # Kills
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
     # A busy machine may deliver a kill some cycles late.
     more = (["eager", "graph_step"], "--cycles", 8)
@@ -220,6 +224,7 @@ def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
     assert blocks[0].step_ms == kept["step_ms"]
 
 
+@pytest.mark.slow
 def test_after_a_crash_and_after_a_kill_of_the_worker_another_worker_goes_on(tmp_path):
     process = start(tmp_path, ["eager", "graph_step", "segfault"], "--cycles", 6, "--no-control")
     wait_for(process, "cycle 1 of 6")
@@ -276,6 +281,7 @@ def test_a_mistake_is_one_line(words, said, capsys, monkeypatch):
     assert status == 2 and said in line
 
 
+@pytest.mark.slow
 def test_ranks_measure_the_same_blocks(tmp_path):
     done = bench(tmp_path, ["eager", "graph_step"], "--ngpu", 2, "--cycles", 1, "--no-control")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -283,6 +289,7 @@ def test_ranks_measure_the_same_blocks(tmp_path):
     assert [len(own.blocks) for own in only_variants(tmp_path).values()] == [2, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -176,6 +176,7 @@ def test_the_archive_is_read_by_todays_names(tmp_path):
     assert "no records of the archive" in fault
 
 
+@pytest.mark.slow
 def test_the_archive_of_this_repository_stands_beside_its_runs():
     found = runs.read(ROOT / "results")
     assert not found.faults and len(found.runs) >= 17

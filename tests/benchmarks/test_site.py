@@ -49,6 +49,7 @@ def test_blocks_are_in_the_order_of_time_and_a_run_has_a_link(tmp_path):
     assert (tmp_path / "pages" / unquote(own["href"])).resolve() == path.resolve() and own["path"].endswith(path.name)
 
 
+@pytest.mark.slow
 def test_the_page_of_published_runs_is_small_links_each_file_and_loads_nothing(tmp_path):
     page = tmp_path / "site.html"
     begin_s = time.process_time()

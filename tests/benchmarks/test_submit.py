@@ -60,6 +60,7 @@ def submitted(slurm):
 # What is submitted
 
 
+@pytest.mark.slow
 def test_one_model_is_one_job_and_one_for_the_tables(slurm, tmp_path, capsys):
     out = tmp_path / "50%j"
     more = ["--partition", "gpu", "--account", "me", "--time", "2:00:00", "--cycles", "auto", "--minutes", "60"]
@@ -90,6 +91,7 @@ def test_one_model_is_one_job_and_one_for_the_tables(slurm, tmp_path, capsys):
     assert printed[printed.index("sbatch") + 1 : printed.index("sbatch") + len(bench)] == bench[1:]
 
 
+@pytest.mark.slow
 def test_several_models_are_an_array_with_a_folder_each(slurm, tmp_path):
     assert go("--model", f"gpt3,{MODEL}", "--preset", "tiny", "--out", tmp_path / "out", "--host-load", 4) == 0
     (bench, settings), (tables, _) = submitted(slurm)
@@ -100,6 +102,7 @@ def test_several_models_are_an_array_with_a_folder_each(slurm, tmp_path):
     assert tables[-2:] == [f"{tmp_path}/out/{model}-tiny-load4" for model in ("gpt3", MODEL)]
 
 
+@pytest.mark.slow
 def test_points_of_a_sweep_are_an_array(slurm, tmp_path):
     more = ["--values", "4,1,01,2", "--cycles", "3", "--out", tmp_path / "out"]
     assert go("--model", "gpt3", "--over", "batch", "--variant", "graph_layer_te", *more) == 0
@@ -112,6 +115,7 @@ def test_points_of_a_sweep_are_an_array(slurm, tmp_path):
     assert bench[bench.index("--out") + 1] == f"{tmp_path}/out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "preset", "asked", "nodes", "ngpu"),
     [
@@ -147,6 +151,7 @@ def test_a_number_of_ranks_on_which_a_preset_does_not_run_is_refused(slurm, caps
     assert said in error and error.count("\n") == 1 and slurm.calls() == []
 
 
+@pytest.mark.slow
 def test_an_image_reaches_the_job_and_a_stray_one_does_not(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("SBATCH_WAIT", "1")
     assert go("--image", "nvcr.io#nvidia/pytorch:25.09-py3", "--mounts", "/data:/data", "--out", tmp_path / "a") == 0
@@ -158,6 +163,7 @@ def test_an_image_reaches_the_job_and_a_stray_one_does_not(slurm, tmp_path, monk
     assert "IMAGE" not in submitted(slurm)[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "is_gpu"), [("gres=gpu:h200:2", True), ("gpus=2", True), ("gres=nvme:1", False)])
 def test_gpus_are_asked_for_once(slurm, tmp_path, own, is_gpu):
     assert go("--ngpu", 2, "--sbatch", own, "--out", tmp_path) == 0
@@ -221,6 +227,7 @@ def test_mistakes_name_the_flag_and_submit_nothing(slurm, arguments, expected, c
     assert slurm.calls("sbatch") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "more", "early_s"),
     [
@@ -303,6 +310,7 @@ def test_a_signal_leaves_nothing_in_the_queue(slurm, tmp_path, number, name, wor
     assert [call[1] for call, _ in slurm.calls("scancel")] == cancelled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "said"),
     [("exec sleep 20", "sbatch gives no answer in 5 s; see squeue --me"), ("echo welcome; exit 0", "see squeue --me")],

@@ -36,6 +36,7 @@ def watched(tmp_path, code, python=()):
     return done.returncode, done.stdout, done.stderr.strip().split("\n\n")[-1].splitlines()
 
 
+@pytest.mark.slow
 def test_a_script_as_it_is_shows_its_reads_and_shapes_and_keeps_its_status_output_and_hooks(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.own = 'its own sitecustomize'")
     (tmp_path / "common.py").write_text("WIDTH = 4")
@@ -85,6 +86,7 @@ def test_scripts_that_train_otherwise_or_end_early(tmp_path, code, status, said)
     assert ("in it are" in text) == ("in it are" in str(said)) and "2 processes" not in text.replace(said[0], "")
 
 
+@pytest.mark.slow
 def test_json_is_all_that_stdout_has(tmp_path):
     (tmp_path / "train.py").write_text(f"{HEAD}\nprint('the script speaks', flush=True)\ntrain(30)\nsys.exit(3)")
     command = [sys.executable, "-m", "benchmarks.watch", "--json", "--", sys.executable, str(tmp_path / "train.py")]
@@ -114,6 +116,7 @@ def test_a_signal_is_handed_on_to_the_script(tmp_path):
     assert process.returncode == 143 and "the script was ended by SIGTERM" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("python", "code", "said"),
     [

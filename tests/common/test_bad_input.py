@@ -200,6 +200,7 @@ def test_layers_that_fit_are_found_at_once():
         module.fit(dataclasses.replace(tiny, sequence=10**9), 24 * GIB)
 
 
+@pytest.mark.slow
 def test_a_script_says_so_before_it_builds():
     answer = run("-m", "gpt3.train", "--preset", "tiny", "--hidden", "1000000000")
     assert_one_line(
@@ -227,6 +228,7 @@ runpy.run_module("gpt3.train", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_while_the_result_is_written(tmp_path):
     path = tmp_path / "eager.json"
     path.write_text("an earlier one\n")

@@ -34,6 +34,7 @@ def train(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_script_outside_of_the_repository_trains_by_its_own_loop(train):
     noted = [(STEP, '            print("step", index)\n' + STEP)]
     done = train("--variant", "graph_step", "--steps", "3", replaced=noted)
@@ -81,12 +82,14 @@ def test_mistakes_of_a_declaration_are_one_line_before_torch_is_imported(train, 
     assert done.stderr.startswith("python -m mine.train: ") and message in done.stderr
 
 
+@pytest.mark.slow
 def test_a_build_that_returns_something_else_is_one_line(train):
     done = train("--steps", "2", replaced=[("    return Training(state=state,", "    return dict(state=state,")])
     assert done.returncode == 2
     assert done.stderr == "python -m mine.train: build returned a dict, not a common.contract.Training\n"
 
 
+@pytest.mark.slow
 def test_a_mistake_that_build_finds_is_one_line(train):
     refuses = "    if config.width % 4:\n        raise ValueError(f'--width {config.width}: takes a multiple of 4')\n"
     done = train(
@@ -97,6 +100,7 @@ def test_a_mistake_that_build_finds_is_one_line(train):
     assert done.returncode == 2 and done.stderr == "python -m mine.train: --width 6: takes a multiple of 4\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--steps", "5"), ("--parity",)])
 def test_a_loop_that_ends_early_fails(train, flags):
     done = train(*flags, replaced=[(STEP, STEP + "            if index == 2:\n                break\n")])
@@ -104,11 +108,13 @@ def test_a_loop_that_ends_early_fails(train, flags):
     assert "failed: the loop in mine/train.py made 3 of " in done.stdout
 
 
+@pytest.mark.slow
 def test_a_loop_that_leaves_a_step_out_fails(train):
     done = train("--steps", "5", replaced=[(STEP, "            if index != 2:\n    " + STEP)])
     assert done.returncode == 1 and "failed: the loop in mine/train.py made 4 of 5 steps" in done.stdout
 
 
+@pytest.mark.slow
 def test_two_codes_of_one_name_are_told_apart_by_the_config(train):
     both = (
         '@variant("graph_step", kind="graph", graphs=lambda c: c.batch, replays=1, when=lambda c: c.batch == 1)\n'
@@ -123,6 +129,7 @@ def test_two_codes_of_one_name_are_told_apart_by_the_config(train):
     assert done.returncode == 3 and "unsupported: graph_step has no code for these settings" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_graph_that_was_promised_and_not_made_fails(train):
     done = train("--variant", "graph_step", "--steps", "2", replaced=[(GRAPH, GRAPH.replace("graphs=1", "graphs=2"))])
     assert done.returncode == 1 and "failed: 1 graphs made, 2 promised" in done.stdout

@@ -48,6 +48,7 @@ def _mark(path):
     return line, mark.group(1), mark.group(2) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", _parameters(BROKEN))
 def test_broken_step_is_named_with_kind_file_and_line(path, device):
     line, kind, is_note = _mark(path)
@@ -58,6 +59,7 @@ def test_broken_step_is_named_with_kind_file_and_line(path, device):
     assert (kind, f"{path}:{line}") in named, found.text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", _parameters(SOUND))
 def test_doctor_is_silent_on_a_sound_step(path, device):
     found = diagnose(f"{path}:build", device)

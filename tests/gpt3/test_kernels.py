@@ -63,5 +63,6 @@ def test_the_tied_rows_gradients_are_those_of_plain_torch():
     assert (ours - plain).norm() < 0.02 * plain.norm()
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)

@@ -27,6 +27,7 @@ def data_ranks(split):
     return replace(SMALL, **changes).ranks(num_ranks).dp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", EACH)
 def test_ranks_train_as_one_process_does(split, monkeypatch, tmp_path):
     """FP32: within 1e-5. Bitwise, of a pipeline, is the first loss: sums over ranks have another order elsewhere."""

@@ -43,6 +43,7 @@ def test_chunks_of_one_process_are_the_lessons_step(chunks, precision):
     assert difference(ours, lesson, one) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -70,6 +71,7 @@ def test_graphs_equal_eager_bit_for_bit(changes):
     variant.close()
 
 
+@pytest.mark.slow
 def test_the_rank_of_the_11616_gpu_run_at_toy_width():
     state = State(RANK, CPU)
     assert [len(chunk) for chunk in state.chunks] == [2] * 8 and state.numbers[2:4] == [12, 13]
@@ -146,6 +148,7 @@ def test_borrowed_memory_is_free_for_later_captures():
     assert borrowed.isnan().all()
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_training_as_it_was():
     """FP8, two chunks of one process."""
     state = State(replace(SMALL, chunks=2, vocab=256), CPU)

@@ -45,6 +45,7 @@ def follow_eager(state, count):
 # --- graphs against eager
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -224,6 +225,7 @@ def test_a_step_owes_nothing_to_gradients_left_over(variant, precision):
     assert difference(follow(state, step, 3), clean, state) == ""
 
 
+@pytest.mark.slow
 def test_losses_fall():
     losses = follow_eager(State(replace(TINY, microbatches=1), CPU), 50)[0]
     assert losses[0] == pytest.approx(numpy.log(256), rel=0.05)
@@ -268,6 +270,7 @@ def test_reset_restores_every_tensor_in_place(precision):
     assert not any(parameter.main_grad.any() for parameter in state.parameters)
 
 
+@pytest.mark.slow
 def test_close_releases_the_graphs_memory():
     """Closed variants that are still referred to, with pools of 9 MB or more each."""
     state = State(replace(WIDE, sequence=256, microbatches=1, microbatch=2, precision="bf16"), CPU)

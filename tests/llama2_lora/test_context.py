@@ -68,6 +68,7 @@ def close(ours, theirs):
         assert one == pytest.approx(other, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_window_train_as_one_process_does(monkeypatch):
     alone = [exact_losses(monkeypatch, replace(EXACT, documents=each)) for each in ("whole", "separate")]
     assert alone[0][0] != alone[1][0]

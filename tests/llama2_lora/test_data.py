@@ -329,6 +329,7 @@ def test_parquet_is_read_without_pandas(tmp_path, monkeypatch):
     assert len(rows.read([tmp_path / "rows.parquet"], 32000).tokens) == 3 * 32
 
 
+@pytest.mark.slow
 def test_a_parquet_file_of_many_rows_or_of_other_types_is_refused(tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow", reason="./setup.sh parquet installs pyarrow")
     parquet, path = pytest.importorskip("pyarrow.parquet"), tmp_path / "rows.parquet"

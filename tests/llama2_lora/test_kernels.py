@@ -224,5 +224,6 @@ def test_fp8_gemm(fast):
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)

@@ -57,6 +57,7 @@ def tp2():
     return built_and_predicted(precision="fp8", tp=2)
 
 
+@pytest.mark.slow
 def test_predicted_bytes_are_the_built_ones():
     alone = [built_and_predicted(precision=each) for each in ("fp8", "bf16", "nvfp4_emulated")]
     for built, predicted in [*alone, *gloo_ranks.run(__name__, "tp2", 2)]:

@@ -378,6 +378,7 @@ def test_ranks_that_do_not_fit():
         require_kind("torch", replace(TINY, tp=2), CPU)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_by_the_command_line():
     words = ["--preset", "tiny", "--tp", "2", "--variant", "graph_layer", "--steps", "2"]
     first, second = gloo_ranks.run_script("llama2_lora.train", words, 2)

@@ -164,6 +164,7 @@ def data_rank():
     return facts
 
 
+@pytest.mark.slow
 def test_ranks_average_the_gradients():
     """Each of two ranks has windows and masks of its own, and both end with the same adapters."""
     first, second = gloo_ranks.run(__name__, "data_rank", 2)

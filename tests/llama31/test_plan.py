@@ -177,6 +177,7 @@ def test_whatever_layers_keep_the_bits_are_the_same(changes):
         assert difference(follow_eager(with_ways(keeps, **changes), 2), expected, state) == "", keeps
 
 
+@pytest.mark.slow
 def test_graphs_of_layers_that_keep_different_items_equal_eager():
     state = make(keep="1 all")
     assert len(set(state.plan.layers)) == 2

@@ -73,6 +73,7 @@ def fp8_tp2():
     return [follow_eager(make(*own_rank(), torch.float32, tp=2, **changes), STEPS)[:2] for changes in FP8]
 
 
+@pytest.mark.slow
 def test_two_tensor_ranks_round_to_fp8_as_one_process_does():
     torch.use_deterministic_algorithms(False)
     alone = [follow_eager(make(dtype=torch.float32, **changes), STEPS)[:2] for changes in FP8]
@@ -125,6 +126,7 @@ def test_a_ramp_in_a_pipeline_replays_as_many_graphs_as_asked():
         assert len(found) == 3 and not any(found.values()), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "heads"), [([], "heads 4 (2 groups)"), (["--tp", "2"], "heads 2 (1 groups)")], ids=["data", "tensor"]
 )
@@ -154,6 +156,7 @@ def operators_of_a_step():
     return sorted(seen.names)
 
 
+@pytest.mark.slow
 def test_no_operator_waits_for_the_gpu_where_algorithms_are_deterministic():
     """On CUDA these become index_put_ then, which reads the largest index on the host in some releases of torch."""
     for names in gloo_ranks.run(__name__, "operators_of_a_step", 2):

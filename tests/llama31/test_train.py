@@ -56,6 +56,7 @@ def test_graphs_equal_eager_bit_for_bit(changes):
         variant.close()
 
 
+@pytest.mark.slow
 def test_variants_take_turns_on_one_state():
     state = make(**SMALL, weights="fp8", moments="bf16", layers=1, microbatches=2)
     expected = follow_eager(state, 2)
@@ -80,6 +81,7 @@ def test_forward_and_backward_alone_move_the_weights_and_keep_nothing_of_adam():
         variant.close()
 
 
+@pytest.mark.slow
 def test_train_validate_train_gives_eagers_losses():
     """The validation shares the training's pool, whose memory the host graph fills with NaN where it is free."""
     state = make(**SMALL, layers=1, microbatches=2)

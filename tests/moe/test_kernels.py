@@ -310,5 +310,6 @@ def test_numbers_that_are_not_finite_go_through_the_weight_gradient(number):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)

@@ -101,6 +101,7 @@ def ranks(tmp_path_factory):
     return once(tmp_path_factory, "moe-ranks", run)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_two_ranks_train_as_one_process_does(preset, ranks):
     """In FP32 only the order of sums is left."""

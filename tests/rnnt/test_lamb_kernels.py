@@ -38,5 +38,6 @@ def test_against_plain_torch(dtype):
             )
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)

@@ -32,6 +32,7 @@ def test_lengths_are_spread_as_the_corpus_is():
     assert (seconds > 16.7 * 1.15 + 0.03).sum() == 0 and (seconds > 16.7).mean() > 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(641, 125), (16000, 30), (20, 2300)])
 def test_utterances_may_have_any_length_that_the_tape_has(shape):
     config = replace(

@@ -76,6 +76,7 @@ def padded(deterministic):
     return run_steps("eager_padded", NUM_STEPS, overflow_at=OVERFLOWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["graph_networks", "graph_step"])
 def test_graphs_equal_padded_eager_bit_for_bit_and_skip_the_same_steps(name, padded):
     ours, state = run_steps(name, NUM_STEPS, overflow_at=OVERFLOWS)
@@ -178,6 +179,7 @@ def test_reset_brings_back_the_seeded_start():
     assert state.lamb.lr.item() == pytest.approx(learning_rate(TINY, 3))
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_training_as_it_was():
     state = State(TINY, CPU)
     state.reset()
@@ -225,6 +227,7 @@ def run_by_hand(config):
     return result
 
 
+@pytest.mark.slow
 def test_a_run_reports_padding_and_compute():
     result = run_by_hand(replace(TINY, min_steps=6))
     assert result["batch_classes"] == result["steps"] == 6

@@ -299,6 +299,7 @@ def test_a_batch_is_not_changed_by_the_next_one(folder):
     assert torch.equal(first["moments"], kept)
 
 
+@pytest.mark.slow
 def test_a_process_ends_quietly_without_close(folder):
     code = f"""
 from stable_diffusion.data.batches import Batches

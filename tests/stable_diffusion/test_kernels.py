@@ -74,6 +74,7 @@ def test_geglu_is_torchs_to_rounding():
     check_geglu(DEVICE, _Geglu.apply)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)
 

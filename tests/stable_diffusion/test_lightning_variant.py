@@ -78,6 +78,7 @@ def with_overflows(state, steps):
     state.batches.next, state.batches.reset = next_batch, start_again
 
 
+@pytest.mark.slow
 def test_variant_equals_eager_bit_for_bit_with_draws_and_overflows(config, deterministic, monkeypatch):
     eager = State(config, torch.device("cpu"))
     with_overflows(eager, (2, 3))

@@ -105,6 +105,7 @@ def test_overflows_change_the_scale_alone(eager_overflows):
     assert int(state.scaler.num_skipped) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOST)
 def test_overflow_does_what_eager_does(name, eager_overflows):
     states, state = run_steps(name, 4, overflow_at=OVERFLOWS)
@@ -199,6 +200,7 @@ def test_reset_starts_the_same_training_again():
     state.close()
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_of_samples_held_out():
     state = State(replace(TINY, latent_size=16, lr_warmup=2), CPU)
     state.reset()

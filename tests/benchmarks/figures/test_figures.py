@@ -129,6 +129,7 @@ def test_equal_runs_give_equal_bytes(several, tmp_path):
     assert set(one) == {"gain.svg"}
 
 
+@pytest.mark.slow
 def test_committed_figures_are_todays_and_on_a_page(tmp_path):
     folder = ROOT / "results" / "figures"
     assert plot.main([str(ROOT / "results"), "--out", str(tmp_path)]) == 0

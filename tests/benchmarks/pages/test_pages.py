@@ -31,6 +31,7 @@ def found():
     return runs.read(ROOT / "results")
 
 
+@pytest.mark.slow
 def test_pages_and_tables_are_what_the_runs_say(found):
     """make readme makes them so."""
     assert found.faults == [] and overview.wanted(found) == {}

@@ -149,6 +149,7 @@ def test_a_folder_that_takes_no_socket_is_one_line(tmp_path):
     assert f"{launch.SOCKET_DIR}: no socket in {long}" in done.stderr and not list(long.iterdir())
 
 
+@pytest.mark.slow
 def test_a_launcher_of_one_node_measures_and_the_socket_lies_where_it_is_told(tmp_path):
     seen, sockets = tmp_path / "seen", tmp_path / "sockets"
     sockets.mkdir()

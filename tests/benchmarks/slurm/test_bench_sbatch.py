@@ -124,6 +124,7 @@ def test_node_sh_sets_the_rank_and_takes_another_interpreter(tmp_path):
     assert answer.returncode != 0 and "SLURM_NODEID" in answer.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="no shellcheck on PATH")
 def test_scripts_pass_shellcheck():
     paths = [*SCRIPTS.glob("*.sbatch"), *SCRIPTS.glob("*.sh"), ROOT / ".ci" / "run", ROOT / "setup.sh"]

@@ -137,6 +137,7 @@ def start(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_job_that_comes_no_further_fails(start, tmp_path):
     assert start("parity")[1] == ["requeue 7"]
     result, asked = start("worker", "capture", SLURM_RESTART_COUNT="1")

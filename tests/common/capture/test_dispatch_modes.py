@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 CODE = """
@@ -29,6 +31,7 @@ print(*seen())
 """
 
 
+@pytest.mark.slow
 def test_a_capture_imports_no_compiler_and_leaves_one_that_is_there_alone():
     answer = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=True)
     # torch's own wrapper is a function of the mode's module, ours is not.

@@ -237,6 +237,7 @@ def test_refused_at_capture(operator, fn):
     pool.capture(lambda: X + 1)[0].replay()
 
 
+@pytest.mark.slow
 def test_where_the_compiler_is_imported_the_line_is_the_users_too():
     code = """
 import torch, torch._dynamo

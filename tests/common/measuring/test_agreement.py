@@ -66,6 +66,7 @@ def check(job, answer, path):
     assert all((code == 0) == (status in ("oom", "unsupported")) for code in others), answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", FEW[1:])
 def test_a_rank_that_fails_ends_all_ranks_and_is_named(job, few):
     check(job, *few[job])

@@ -46,5 +46,6 @@ def test_more_elements_than_an_int_counts():
     assert (tensor_hash(tensor).item() - before - weight) % 2**64 == 0
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)

@@ -274,5 +274,6 @@ def test_a_launch_costs_the_host_no_more_than_an_eager_operator():
     assert us["launch"] <= us["operator"], us
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)

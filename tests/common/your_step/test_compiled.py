@@ -90,6 +90,7 @@ def test_compiled_variants_run_on_a_cpu_where_they_are_named_alone(tmp_path):
             making(kind)(state)
 
 
+@pytest.mark.slow
 def test_what_took_too_long_once_is_not_compiled_again(tmp_path, monkeypatch):
     state, given_up = state_of(tmp_path), []
 

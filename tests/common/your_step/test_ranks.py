@@ -56,6 +56,7 @@ def diagnosed(tmp_path, **changes):
     return first, json.loads((tmp_path / "said.json").read_text())["status"], text.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", ["ddp", "fsdp"])
 def test_nothing_stands_against_a_step_whose_ranks_do_the_same(tmp_path, shared):
     said, status, _ = diagnosed(tmp_path, SHARED=shared)

@@ -140,6 +140,7 @@ def test_gpu_waits_in_the_operators_that_read_and_in_no_others(step):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.slow
 def test_thread_of_build_that_draws_is_named_and_one_that_does_not_is_none(tmp_path):
     draws = (
         "threading.Thread(target=lambda: [scratch.normal_() for _ in range(10**6)], daemon=True, name='draws').start()"

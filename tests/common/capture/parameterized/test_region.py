@@ -149,6 +149,7 @@ def test_an_input_with_other_memory_afterwards_is_refused():
         Captured(swap, [ones(3)])
 
 
+@pytest.mark.slow
 def test_tensors_that_the_function_keeps_are_refused():
     kept = []
     parameter = torch.nn.Parameter(ones(3))

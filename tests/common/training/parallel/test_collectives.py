@@ -268,6 +268,7 @@ def two_ranks():
     return gloo_ranks.run("tests.common.training.parallel.test_collectives", "worker", 2)
 
 
+@pytest.mark.slow
 def test_reductions(two_ranks):
     for rank, result in enumerate(two_ranks):
         assert result["reduced"] == [[3.0, 3.0], [1.0, 0.0], [0.5, 0.5], [2.0, 2.0], [float(rank)]]
