@@ -118,6 +118,12 @@ class Row:
         return max(self.points, key=lambda point: (point.verdict.status == PASS, point.run.begin_utc))
 
     @cached_property
+    def newest_with_memory(self) -> Point:
+        """The newest point whose run measured memory alone, which a census does not; else the newest."""
+        measured = [point for point in self.points if point.judged.alone_bytes(self.variant) is not None]
+        return replace(self, points=tuple(measured)).newest if measured else self.newest
+
+    @cached_property
     def timed(self) -> list[Point]:
         """The points with a ratio."""
         return [point for point in self.points if point.ratio is not None]

@@ -33,7 +33,8 @@ def markdown(found: Found, page: Path, _: str = "") -> str:
 
 
 def _of_run(row, page) -> Iterator[list[str]]:
-    own, point = row.newest.judged, row.newest
+    point = row.newest_with_memory
+    own = point.judged
     gpu = in_markdown(headlines.short(row.workload.gpu))
     link = tables.linked_file(f"{row.workload.name} ({gpu})", point.path, page)
     for name, variant in own.build.variants.items():

@@ -112,7 +112,7 @@ def _spread(row):
 
 def _added(row):
     """Name the memory that a graph needs alone beyond eager alone, from half a GiB."""
-    added = row.newest.judged.added_bytes(row.variant) or 0
+    added = row.newest_with_memory.judged.added_bytes(row.variant) or 0
     return f"adds {added / GIB:.1f} GiB" if added >= GIB / 2 else ""
 
 
@@ -175,8 +175,8 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "J a step": lambda row: _scaled(_of_newest(row, "joules"), ".1f"),
     "MHz": lambda row: _scaled(_of_newest(row, "sm_mhz"), ".0f"),
     "capture s": lambda row: _scaled(row.newest.variant.capture.made_s, ".1f"),
-    "alone GiB": lambda row: _gib(row.newest.judged.alone_bytes(row.variant), 1),
-    "added GiB": lambda row: _gib(row.newest.judged.added_bytes(row.variant), 2),
+    "alone GiB": lambda row: _gib(row.newest_with_memory.judged.alone_bytes(row.variant), 1),
+    "added GiB": lambda row: _gib(row.newest_with_memory.judged.added_bytes(row.variant), 2),
     "runs": lambda row: str(len(row.timed)),
 }
 

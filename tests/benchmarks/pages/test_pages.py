@@ -327,6 +327,14 @@ def test_memory_of_parameterized_launches_stands_beside_that_of_the_runs_other_v
     assert launched.endswith("| `graph_parameterized` | 8.00 | 1.250x |  | 2.00 | 4.00 |  |")
 
 
+def test_memory_alone_is_of_the_newest_run_that_measured_it(tmp_path):
+    ms = {"eager": 10.0, "graph_step": 8.0}
+    for number, alone in enumerate(({"eager": 2**30, "graph_step": 2**31}, {})):
+        put(tmp_path, number, model="llama31", names=tuple(ms), ms=ms, alone=alone)
+    eager, graph, *_ = table("scopes", tmp_path, "llama31").splitlines()[2:]
+    assert " | base | 1.0 | " in eager and " | 1.25x | 2.0 | " in graph
+
+
 def test_the_overview_begins_with_its_contents_and_the_best_rows(found):
     text = overview.page_of(found, ROOT / "results" / "overview.md")
     contents, best = text.index("- [Best rows](#best-rows)"), text.index("\n## Best rows")
