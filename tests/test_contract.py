@@ -320,6 +320,7 @@ def test_a_run_trains_as_eager_does(look_inside, model, variant):
         assert result["losses"] == pytest.approx(eager["losses"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, variant", LOOKED_AT)
 def test_profile_has_the_sections_of_the_step(look_inside, model, variant):
     process, path = look_inside(model, variant, "--profile")

@@ -73,6 +73,7 @@ def test_a_copy_that_still_names_the_example_is_refused(checkout):
     assert "other_model.train parses the command line of examples.minimal" in done.stderr
 
 
+@pytest.mark.slow
 def test_it_is_measured(checkout):
     (path,) = (checkout / "runs").rglob("*.json")
     assert path.parent.name == "my_model-tiny"

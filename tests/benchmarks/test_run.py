@@ -50,6 +50,7 @@ def test_sound_variants_pass_and_train_alike(sound):
             assert (own.parity, own.after) == ("bitwise", "bitwise")
 
 
+@pytest.mark.slow
 def test_a_run_is_one_file_that_may_not_be_written(sound):
     _, out = sound
     (path,) = out.rglob("*.json")

@@ -100,6 +100,7 @@ def test_a_run_of_others_is_text_on_every_page(tmp_path, capsys):
     assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -54,6 +54,7 @@ def parameterized(model, state):
     return contracts.made(model, "graph_parameterized", state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
     make, directions, launches = MODELS[model]

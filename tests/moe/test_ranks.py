@@ -118,6 +118,7 @@ def test_two_ranks_train_as_one_process_does(preset, ranks):
         assert ours[3] == ranks[0]["trained"][preset][3]
 
 
+@pytest.mark.slow
 def test_scopes_without_the_exchange_and_static_buffers_equal_eager_bit_for_bit(ranks):
     for of_rank in ranks:
         assert of_rank["graphed"] == {preset: dict.fromkeys(names, "") for preset, names in GRAPHED.items()}

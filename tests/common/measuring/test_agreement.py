@@ -86,6 +86,7 @@ def test_a_stall_is_told_with_its_place(many):
     assert message.startswith("rank 2: stalled in steps, step 3, at tests/helpers/rank_job.py:")
 
 
+@pytest.mark.slow
 def test_ranks_that_agree_pass_and_leave_one_result(few):
     answer, path = few["none:steps:0:2"]
     result = json.loads(path.read_text())

@@ -61,6 +61,7 @@ def operators(events, section):
     return {op["name"] for op in of(events, "cpu_op") for outer in ranges if inside(op, outer)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_section_is_a_range_within_a_step(profiles, variant):
     events = profiles[variant][1]["traceEvents"]

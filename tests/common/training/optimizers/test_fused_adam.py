@@ -240,5 +240,6 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_spills(monkeypatch
         assert loads >= 3 and stores >= 3, tiles
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)

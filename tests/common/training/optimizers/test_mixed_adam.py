@@ -115,5 +115,6 @@ def test_the_kernels_are_torchs(grads, moments, write):
         torch.testing.assert_close(a.cpu().float(), b.float(), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     run_interpreted(__file__)
