@@ -97,7 +97,7 @@ class State(History):
 
             self.adam = NoAdam(self.parameters)
         elif config.zero1 and self.ranks.dp > 1:
-            from common.training.optimizers.zero import ZeroAdam
+            from gpt3.zero import ZeroAdam
 
             self.adam = ZeroAdam(self.parameters, main_grads, numbers, groups.replicas, uncounted)
         else:

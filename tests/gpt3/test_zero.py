@@ -1,4 +1,4 @@
-"""common/zero: updates split over gloo ranks against updates of everything on every rank."""
+"""gpt3/zero.py: updates split over gloo ranks against updates of everything on every rank."""
 
 import itertools
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from common.capture.host_graph import HostPool
-from common.training.optimizers import zero
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
 from common.training.parallel import collectives
 from common.training.parallel.buckets import GradientBuckets, reduce_norm_
 from common.training.parallel.groups import Ranks, make_groups
+from gpt3 import zero
 from tests.helpers import gloo_ranks
 
 NO_CLIP = 1e6
@@ -120,7 +120,7 @@ def worker():
 
 @pytest.fixture(scope="module")
 def four_ranks():
-    return gloo_ranks.run("tests.common.training.optimizers.test_zero", "worker", 4)
+    return gloo_ranks.run("tests.gpt3.test_zero", "worker", 4)
 
 
 def test_it_is_plain_data_parallelism(four_ranks):
