@@ -230,6 +230,12 @@ class Judged:
         own, base = self.alone_bytes(name), self.alone_bytes(self.base)
         return own - base if own is not None and base is not None else None
 
+    def added_bytes_in_steps(self, name: str) -> int | None:
+        """Return `added_bytes` without the moment of the capture; None for a file that does not tell."""
+        own, base = (self.build.variants[each].alone for each in (name, self.base))
+        known = [each.steps_reserved_bytes for each in (own, base) if each]
+        return known[0] - known[1] if len(known) == 2 and None not in known else None  # type: ignore[operator]
+
     @cached_property
     def quiet_cycles(self) -> int:
         """Whole cycles without busy processes: of the passing variant that has fewest."""

@@ -44,7 +44,7 @@ class Compiled:
             self.count_replays()
         finally:
             self.leave()
-        if mode == "reduce-overhead" and not self._num_replays:
+        if mode == "reduce-overhead" and not any(self._replays):
             raise Unsupported(f"torch.compile(mode='reduce-overhead') made no graphs of {what}")
 
     def replace(self, state, step, functions, capture: Capture, **options):
@@ -58,10 +58,12 @@ class Compiled:
         Capture(strategy="", state=self.state).warm_up(lambda state, index: self.step(index), 4)
 
     def count_replays(self):
-        """Make a step, and promise its graph replays of each step."""
-        before = self.capture.num_replays
-        self.step(0)
-        self._num_replays = self.capture.num_replays - before
+        """Make the steps that come in turn (`state.period`; one without it), and promise the graph replays of each."""
+        self._replays = []
+        for index in range(getattr(self.state, "period", 1)):
+            before = self.capture.num_replays
+            self.step(index)
+            self._replays.append(self.capture.num_replays - before)
 
     def step(self, index: int):
         """Train on batch `index`."""
@@ -69,8 +71,8 @@ class Compiled:
         self._step(self.state, index)
 
     def replays_of(self, index: int) -> int:
-        """Return the graph replays of a step: those that torch made of the first one after compilation."""
-        return self._num_replays
+        """Return the graph replays of a step: those of such a step after compilation."""
+        return self._replays[index % len(self._replays)]
 
     def enter(self):
         """Put the compiled functions in the place of the model's."""

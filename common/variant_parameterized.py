@@ -1,9 +1,14 @@
 """The variant of every model that launches compiled regions on the memory of their callers."""
 
+import torch
+
 from common.capture.checks import CaptureError
 from common.compiled import Compiled
 from common.measuring import coverage
 from common.variant import Capture
+
+# Of one function: each shape has a graph, and those of variants made earlier count, too. torch's default is 8.
+_MOST_GRAPHS = 64
 
 
 class Parameterized(Compiled):
@@ -38,10 +43,14 @@ class Parameterized(Compiled):
         self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
         self.enter()
         try:
-            with self.capture.timed("capture_s"), backend.collecting(self.regions):
-                Capture(strategy="", state=state).warm_up(lambda _, index: self.step(index))
+            with (
+                self.capture.timed("capture_s"),
+                backend.collecting(self.regions),
+                torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS),
+            ):
+                self.compile_steps()
             if not self.regions.graphs:
-                reasons = sorted({region.reason for region in self.regions.all})
+                reasons = sorted({region.reason for region in self.regions.all}) or ["the compiler made no graph"]
                 raise CaptureError(f"no region of {what} can be launched on other memory: {'; '.join(reasons)}")
             self.capture.pools.append(self.regions)
             self.count_replays()

@@ -132,6 +132,11 @@ class State(History):
     # ------------------------------------------------------------------------------------------------
     # What a step is made of
 
+    @property
+    def period(self) -> int:
+        """Steps after which the numbers of microbatches come again."""
+        return len(self.config.counts)
+
     def num_microbatches(self, index: int) -> int:
         """Microbatches that step `index` takes."""
         return self.config.counts[index % len(self.config.counts)]

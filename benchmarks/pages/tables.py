@@ -112,8 +112,12 @@ def _spread(row):
 
 def _added(row):
     """Name the memory that a graph needs alone beyond eager alone, from half a GiB."""
-    added = row.newest_with_memory.judged.added_bytes(row.variant) or 0
-    return f"adds {added / GIB:.1f} GiB" if added >= GIB / 2 else ""
+    own = row.newest_with_memory.judged
+    added, steps = own.added_bytes(row.variant) or 0, own.added_bytes_in_steps(row.variant)
+    if added < GIB / 2:
+        return ""
+    is_brief = steps is not None and added - steps >= GIB / 2
+    return f"adds {added / GIB:.1f} GiB" + (f" in its capture, {steps / GIB:.1f} in steps" if is_brief else "")
 
 
 def _scaled(number, format_, unit=""):

@@ -21,7 +21,7 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
 
     Returns:
         nodes: replayed in a step; eager: launched in its forward and backward one by one; coverage: nodes / both, None
-        where there is nothing to count.
+        where the step marks no sections.
     """
     before = [region.num_replays for region in regions]
     if cuda:
@@ -34,7 +34,8 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
         for region, replays in zip(regions, before, strict=True)
     )
     nodes /= _NUM_STEPS
-    return {"nodes": nodes, "eager": eager, "coverage": nodes / (nodes + eager) if nodes + eager else None}
+    # A model's embedding or loss always is beside its regions, so nothing there means that the step has no sections.
+    return {"nodes": nodes, "eager": eager, "coverage": nodes / (nodes + eager) if eager else None}
 
 
 def patching(step, regions) -> dict[str, float | None]:

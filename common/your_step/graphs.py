@@ -205,7 +205,7 @@ def deadline(limit_s: float):
 
 def _forwards(state):
     if not state.modules:
-        raise Unsupported("no module was handed over, so there is nothing to compile")
+        raise Unsupported("no module was handed over, so there is nothing to compile: give it with build's third value")
     return [(module, "forward") for module in state.modules]
 
 
@@ -277,6 +277,7 @@ class ParameterizedModules(Parameterized):
     """Forward and backward of each module as graphs without a pool, launched on the memory of the eager step."""
 
     fullgraph = False
+    compile_steps = CompiledModules.compile_steps
 
     def __init__(self, state: StepState, capture: Capture):
         if importlib.util.find_spec("numpy") is None:

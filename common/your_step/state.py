@@ -73,6 +73,8 @@ class StepState:
             names = ", ".join(changing_values(self.batches))
             raise ValueError(f"{text}{MOST_CLASSES}" + (f", and make {names} a tensor on the GPU" if names else ""))
         self.classes = [known.index(each) for each in signatures]
+        # Steps after which the shapes come again.
+        self.period = len(self.classes)
 
     def batch(self, index: int):
         """Return the batch of a step; they come in turn."""

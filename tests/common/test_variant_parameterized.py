@@ -30,7 +30,7 @@ def gpt3_state(**changes):
 
 def llama31_state(**changes):
     small = {"hidden": 64, "head_dim": 16, "ffn": 128, "sequence": 32, "microbatches": 2}
-    return llama31_case.make(**small, **{"precision": "bf16", **changes})
+    return llama31_case.make(**{**small, "precision": "bf16", **changes})
 
 
 def llama2_lora_state(precision="bf16"):
@@ -117,3 +117,17 @@ def test_a_model_without_any_region_is_a_failed_capture_with_the_reasons():
             capture=Capture(strategy=""),
         )
     assert model.forward.__func__ is Reads.forward
+
+
+def test_a_ramp_promises_the_launches_of_each_steps_microbatches():
+    state = llama31_state(microbatches=3, ramp="1,3")
+    variant = parameterized("llama31", state)
+    try:
+        for index in (0, 1, 2, 5):
+            before = variant.capture.num_replays
+            variant.step(index)
+            assert variant.capture.num_replays - before == variant.replays_of(index)
+        assert variant.replays_of(1) == 3 * variant.replays_of(0) == 3 * variant.replays_of(2)
+    finally:
+        leave(variant)
+        variant.close()

@@ -335,6 +335,18 @@ def test_memory_alone_is_of_the_newest_run_that_measured_it(tmp_path):
     assert " | base | 1.0 | " in eager and " | 1.25x | 2.0 | " in graph
 
 
+@pytest.mark.parametrize(
+    ("steps", "note"),
+    [(None, "adds 2.0 GiB |"), (2.75, "adds 2.0 GiB |"), (1.5, "adds 2.0 GiB in its capture, 0.5 in steps |")],
+)
+def test_a_row_tells_memory_of_the_capture_from_that_of_the_steps(tmp_path, steps, note):
+    run = made_run(alone={"eager": 2**30, "graph_layer": 3 * 2**30})
+    for name, size in (("eager", 1), ("graph_layer", steps)):
+        run.builds[""].variants[name].alone.steps_reserved_bytes = size and int(size * 2**30)
+    write(run, tmp_path / "h200x1/gpt3-bench")
+    assert note in table("model", tmp_path, "gpt3")
+
+
 def test_the_overview_begins_with_its_contents_and_the_best_rows(found):
     text = overview.page_of(found, ROOT / "results" / "overview.md")
     contents, best = text.index("- [Best rows](#best-rows)"), text.index("\n## Best rows")

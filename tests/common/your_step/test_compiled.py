@@ -134,3 +134,14 @@ def test_parameterized_launches_say_that_numpy_is_missing(tmp_path, monkeypatch)
     monkeypatch.setattr(graphs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unsupported, match="need NumPy in the step's interpreter"):
         making(graphs.ParameterizedModules)(state_of(tmp_path))
+
+
+def test_each_shape_of_a_batch_is_captured_before_blocks(tmp_path):
+    """torch compiles a function for eight shapes at most, those of earlier variants among them."""
+    text, rows = STEP.replace("(4, 4, 4, 4, 6)", "(4, 4, 4, 4, 6, 7, 8, 9)"), 5
+    (tmp_path / "my_step.py").write_text(text)
+    state = StepState(f"{tmp_path / 'my_step.py'}:build", torch.device("cpu"), "test")
+    for _ in range(2):
+        found, variant = deviation(state, graphs.ParameterizedModules)
+        assert found < 1e-6 and variant.num_graphs == 2 * rows
+        assert [variant.replays_of(index) for index in range(8)] == [2] * 8
