@@ -232,8 +232,8 @@ class Judged:
 
     def added_bytes_in_steps(self, name: str) -> int | None:
         """Return `added_bytes` without the moment of the capture; None for a file that does not tell."""
-        own, base = (self.build.variants[each].alone for each in (name, self.base))
-        known = [each.steps_reserved_bytes for each in (own, base) if each]
+        variants = (self.build.variants.get(each) for each in (name, self.base))
+        known = [each.alone.steps_reserved_bytes for each in variants if each and each.alone]
         return known[0] - known[1] if len(known) == 2 and None not in known else None  # type: ignore[operator]
 
     @cached_property

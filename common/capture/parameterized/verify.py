@@ -182,7 +182,7 @@ def _stand_in(word, start) -> int:
 
 
 def _is_exact() -> bool:
-    """Whether operators repeat their bits: in the warning mode attention adds in any order in its backward."""
+    """Return True if operators repeat their bits. In the warning mode attention's backward adds in any order."""
     return torch.get_deterministic_debug_mode() == _DETERMINISTIC
 
 
