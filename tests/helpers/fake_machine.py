@@ -14,6 +14,14 @@ call="${0#$MACHINE/bin/} $*"
 # It makes a command of make's values and runs that, by this interpreter.
 [[ $call != *benchmarks.from_make* ]] || exec "$REAL_PYTHON" "$@"
 echo "$call${NVTE_FRAMEWORK:+ NVTE_FRAMEWORK=$NVTE_FRAMEWORK}" | paste -s -d ' ' >>"$MACHINE/log"
+# An interrupt reaches make and this program at once. make 4.3 exits with 2 where the program has ended before make
+# has looked, so it takes two seconds to end, as a run that stops its workers does.
+run_until_interrupted() {
+    trap 'kill $!; sleep 2; exit 130' INT
+    sleep 60 &
+    touch "$MACHINE/running"
+    wait
+}
 while read -r status regex; do
     [[ $call =~ $regex ]] && exit "$status"
 done <"$MACHINE/faults"
@@ -21,7 +29,7 @@ case "$*" in
 "-m venv"*) rm -rf .venv && mkdir -p .venv/bin && cp "$MACHINE/fake_python" .venv/bin/python ;;
 "- "*) exec "$REAL_PYTHON" "$@" ;;
 --version) echo "Python 3.12.9" ;;
-*benchmarks.run*) [ ! -e "$MACHINE/wait" ] || { touch "$MACHINE/running"; sleep 30; } ;;
+*benchmarks.run*) [ ! -e "$MACHINE/wait" ] || run_until_interrupted ;;
 esac
 """
 
