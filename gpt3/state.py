@@ -47,7 +47,7 @@ class State(History):
         self._make_optimizer()
         self.edges = None
         if config.alone:
-            from gpt3.pipeline.stage import Edges
+            from gpt3.pipeline.edges import Edges
 
             self.edges = Edges(self.empty_hidden(), config.microbatches)
         self.loss = torch.zeros((), device=device)

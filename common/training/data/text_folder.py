@@ -4,7 +4,7 @@ import codecs
 import errno
 import hashlib
 import json
-import warnings
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ MAX_TEXT_BYTES = 16 * 2**30
 def text_folder(path, cache_dir) -> TokenFile:
     """All UTF-8 files below `path`, whatever their suffix, in the order of their names; hidden ones are left out.
 
-    Others are left out too; a warning counts and names them when the cached copy is made, which is keyed by names,
+    Others are left out, too: stderr names them when the cached copy is made, which is keyed by names,
     sizes and modification times. Raises ValueError when there is no text, when a file cannot be read, and for more than
     MAX_FILES names or MAX_TEXT_BYTES, before any file is read.
     """
@@ -54,7 +54,7 @@ def text_folder(path, cache_dir) -> TokenFile:
         if skipped:
             more = ", ..." if len(skipped) > 10 else ""
             names = ", ".join(map(printable, skipped[:10]))
-            warnings.warn(f"{path}: {len(skipped)} files are not UTF-8, skipped: {names}{more}", stacklevel=3)
+            print(f"--data {path}: {len(skipped)} files are not UTF-8, skipped: {names}{more}", file=sys.stderr)
     if not tokens_path.stat().st_size:
         raise ValueError(f"--data {path}: no UTF-8 text in this folder")
     return TokenFile(np.memmap(tokens_path, dtype=np.uint8, mode="r"), name)

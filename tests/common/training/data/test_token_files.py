@@ -68,10 +68,10 @@ def make_folder(root):
     return root
 
 
-def test_folder_joins_text_and_names_what_it_skips(tmp_path, monkeypatch):
+def test_folder_joins_text_and_names_what_it_skips(tmp_path, monkeypatch, capsys):
     folder = make_folder(tmp_path / "books")
-    with pytest.warns(UserWarning, match="2 files are not UTF-8, skipped: image.bin, late.txt"):
-        tokens = text_folder.text_folder(folder, tmp_path / "cache")
+    tokens = text_folder.text_folder(folder, tmp_path / "cache")
+    assert capsys.readouterr().err == f"--data {folder}: 2 files are not UTF-8, skipped: image.bin, late.txt\n"
     assert bytes(tokens.tokens) == "gr\u00fc\u00dfe\n\0# b\n\0".encode()
     assert tokens.name.startswith("books-")
     # The copy is used again.
@@ -79,7 +79,6 @@ def test_folder_joins_text_and_names_what_it_skips(tmp_path, monkeypatch):
     assert bytes(text_folder.text_folder(folder, tmp_path / "cache").tokens) == bytes(tokens.tokens)
 
 
-@pytest.mark.filterwarnings("ignore:.*not UTF-8")
 def test_folder_cache_follows_the_folder(tmp_path):
     folder = make_folder(tmp_path / "books")
     text_folder.text_folder(folder, tmp_path / "cache")
