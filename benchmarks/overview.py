@@ -14,9 +14,9 @@ from benchmarks.compare import found_in
 from benchmarks.files.workload import Workload
 from benchmarks.judge import PASS
 from benchmarks.pages import readme, tables
+from benchmarks.pages.markdown import in_markdown
 from benchmarks.runs import Row
 from common.files import write_text
-from common.text import in_markdown
 
 # A table for people has at most eight columns.
 TIME = ("workload", "variant", "typical ms", "issue ms", "busy ms", "reached", "kernels", "in graphs")

@@ -1,7 +1,7 @@
 """Text from files and from foreign programs, on its way to people: names, labels, exceptions' messages.
 
 It may hold commands of a terminal or markup. Here it becomes what it says, for a terminal, a drawing or HTML (whose
-templates escape markup), and for Markdown.
+templates escape markup); benchmarks/pages/markdown.py has Markdown.
 """
 
 import contextlib
@@ -19,33 +19,21 @@ def printable(text) -> str:
 
 
 _PATH = re.compile(r"""(?:(?<![\w.])|(?<=-[A-Z]))~?/[^:;,="']+""")
-_PATH_IN_PROSE = re.compile(r"""(?<![\w.)/])~?(?:/[^\s/:;,="'()\[\]]+){2,}/?""")
 
 
 def without_folders(text: str) -> str:
     """Return a value of a flag or a variable with the last name of each absolute path in it."""
-    return _PATH.sub(_name_of, text)
+    return _PATH.sub(name_of, text)
 
 
-def prose_without_folders(text: str) -> str:
-    """Return a sentence with the last name of each absolute path in it; a path ends at a space."""
-    return _PATH_IN_PROSE.sub(_name_of, text)
-
-
-def _name_of(found) -> str:
+def name_of(found) -> str:
+    """Return the last name of a path that a regular expression has found."""
     return PurePosixPath(found[0]).name
 
 
 def lines(text: str) -> str:
     """Return a text whose lines are printable."""
     return "\n".join(map(printable, text.split("\n")))
-
-
-def in_markdown(text) -> str:
-    """Return a text in one line as Markdown, also in a table: without a link, HTML or code of its own."""
-    text = re.sub(r"([\\`\[\]|])", r"\\\1", printable(text)).replace("&", "&amp;").replace("<", "&lt;")
-    # GitHub makes links of bare addresses.
-    return re.sub(r"(?i)(?<=:)(?=//)|(?<=www)(?=\.)", r"\\", text)
 
 
 class _Shown:

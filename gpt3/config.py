@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training import fit as fitting
 from common.training import flops
 from common.training.parallel.groups import Parallel, Ranks, require_divisible, require_schedule
 
@@ -203,13 +202,18 @@ def batch_bytes(config: Config) -> int:
 
 def fit(config: Config, available_bytes: int, dp: int = 1) -> Config:
     """The config with as many layers as fit, equally many in each chunk of each stage. dp: data ranks."""
+    from common.training import fit as fitting
+
     unit = config.pp * config.chunks
     return fitting.fit_layers(config, PRESETS, lambda tried: predicted_bytes(tried, dp), available_bytes, unit)
 
 
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
-    fitting.require(config, PRESETS, _host_bytes, available_bytes)
+    if available_bytes is not None and _host_bytes(config) > available_bytes:
+        from common.training import fit as fitting
+
+        fitting.require(config, PRESETS, _host_bytes, available_bytes)
 
 
 def _host_bytes(config):

@@ -9,7 +9,6 @@ from common.capture.pool import StaticInputs
 from common.machine import host_state
 from common.measuring.marks import section
 from common.training.data import token_files
-from common.training.fit import fewer_layers
 from common.training.history import History
 from common.training.optimizers.adam import Adam
 from common.training.optimizers.hyperparameters import Hyperparameters
@@ -48,7 +47,7 @@ class State(History):
         self._make_optimizer()
         self.edges = None
         if config.alone:
-            from gpt3.pipeline.stage import Edges
+            from gpt3.pipeline.edges import Edges
 
             self.edges = Edges(self.empty_hidden(), config.microbatches)
         self.loss = torch.zeros((), device=device)
@@ -295,6 +294,8 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
     free = min(of_all_ranks(torch.cuda.mem_get_info(device)[0]))
     smaller = fit(config, free, data_ranks)
     if smaller.layers < config.layers:
+        from common.training.fit import fewer_layers
+
         notes.append(fewer_layers(smaller, config, free / 2**30))
     return smaller, notes
 

@@ -5,7 +5,8 @@ import math
 from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training.parallel.groups import Parallel, require_split
+from common.training.fit import require_split
+from common.training.parallel.groups import Parallel
 
 # Tensors that a layer quantises (llama2_lora/kernels/scaling.py).
 FORWARD_SCALES = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")

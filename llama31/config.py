@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
 from common.machine.allocator import has_expandable_segments, nccl_registers
+from common.training.fit import require_split
 from common.training.flops import Transformer
-from common.training.parallel.groups import Parallel, require_divisible, require_split
+from common.training.parallel.groups import Parallel, require_divisible
 from common.training.scope_rules import Setting, refuse
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")

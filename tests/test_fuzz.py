@@ -25,6 +25,7 @@ from benchmarks.files import partial, run_file
 from benchmarks.pages import readme, run_table, tables
 from common.training.data import safetensors_file, token_files
 from common.training.data.checkpoint import open_checkpoint, parts_of
+from common.training.data.megatron_tokens import megatron
 from llama2_lora.config import Config
 from llama2_lora.data import rows
 from moe.config import PRESETS as MOE
@@ -142,7 +143,7 @@ def _shards(path):
 
 def _megatron(path):
     path.with_suffix(".bin").write_bytes(np.arange(64, dtype="<u2").tobytes())
-    token_files.megatron(path).batch(0, 1, 4)
+    megatron(path).batch(0, 1, 4)
 
 
 def _tensors(path):

@@ -7,6 +7,7 @@ writes it once.
 import fcntl
 import json
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from benchmarks.files.facts import (
     Variant,
 )
 from common.files import write_text
-from common.text import prose_without_folders, without_folders
+from common.text import name_of, without_folders
 
 SUFFIX = ".partial.jsonl"
 # Facts that go into the run file under the same name.
@@ -216,6 +217,14 @@ def _variant(name, declared, facts, cycles) -> Variant:
     return msgspec.convert(made, Variant)
 
 
+_PATH_IN_PROSE = re.compile(r"""(?<![\w.)/])~?(?:/[^\s/:;,="'()\[\]]+){2,}/?""")
+
+
+def prose_without_folders(text: str) -> str:
+    """Return a sentence with the last name of each absolute path in it; a path ends at a space."""
+    return _PATH_IN_PROSE.sub(name_of, text)
+
+
 def _audit(fact, repetitions) -> Audit:
     own, other = (_as(Trained, each) if "losses" in each else None for each in (fact, *(repetitions[:1] or [{}])))
     raised = prose_without_folders(fact.get("raised", ""))
@@ -223,7 +232,7 @@ def _audit(fact, repetitions) -> Audit:
 
 
 def _without_folders(value):
-    """A value of JSON whose sentences and fields name no folder of a machine; see `common.text`."""
+    """A value of JSON whose sentences and fields name no folder of a machine; each path has its last name alone."""
     if isinstance(value, dict):
         return {key: _without_folders(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -7,9 +7,9 @@ from benchmarks import runs
 from benchmarks.files.facts import Alone
 from benchmarks.judge import PASS
 from benchmarks.pages import headlines, tables
+from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.run_table import GIB, milliseconds
 from benchmarks.runs import Found
-from common.text import in_markdown
 
 VARIANT = "graph_parameterized"
 COLUMNS = ("Run", "Variant", "ms", "gain", "steps GiB", "peak GiB", "driver GiB", "patched")

@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from benchmarks.pages import tables
+from benchmarks.pages.markdown import in_markdown
 from benchmarks.runs import Found
 from common.measuring.operator_table import AGAINST, INSTEAD, PASSES, meaning_of, newest
-from common.text import in_markdown
 
 
 def markdown(found: Found, page: Path, argument: str = "") -> str:

@@ -29,9 +29,9 @@ from benchmarks.files.facts import OWN_STEP, Run, stem
 from benchmarks.judge import PASS, judged
 from benchmarks.pages import headlines, memory, operators, published, rules, scopes, tables
 from benchmarks.pages.headlines import Headline
+from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.run_table import GIB
 from benchmarks.runs import Found, Range, Row
-from common.text import in_markdown
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"

@@ -7,8 +7,8 @@ from benchmarks import runs
 from benchmarks.files.facts import stem
 from benchmarks.judge import PASS
 from benchmarks.pages import headlines, tables
+from benchmarks.pages.markdown import in_markdown
 from benchmarks.runs import Found
-from common.text import in_markdown
 
 
 class Scope(NamedTuple):

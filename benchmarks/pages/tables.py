@@ -11,9 +11,10 @@ from urllib.parse import quote
 from benchmarks import runs, statistics
 from benchmarks.files.facts import digits
 from benchmarks.judge import PASS, judged
+from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.run_table import GIB, milliseconds
 from benchmarks.runs import Row
-from common.text import in_markdown, printable
+from common.text import printable
 
 SCREEN = 100
 FEW = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain over hosts", "at most", "hosts", "note")

@@ -1,4 +1,4 @@
-"""The sum of `common/measuring/course.py` in one pass over a tensor's memory, for tensors on a GPU."""
+"""The sum of `common/measuring/tensor_hash.py` in one pass over a tensor's memory, for tensors on a GPU."""
 
 from functools import cache
 

@@ -1,13 +1,12 @@
 """Settings of torch for a process that trains, whoever started it."""
 
 import contextlib
-import re
 import warnings
 
 import torch
 
 # torch tells it in words alone.
-_OTHER_KERNEL = ".*deterministic"
+OTHER_KERNEL = ".*deterministic"
 
 
 def prepare(device: torch.device) -> None:
@@ -27,7 +26,7 @@ def prepare(device: torch.device) -> None:
 def deterministic_kernels(where_there_are: bool = False):
     """Within it, kernels give the same bits each time; RuntimeError where an operator has no such kernel.
 
-    where_there_are: such an operator runs, see `noting_other_kernels`.
+    where_there_are: such an operator runs, see `common.your_step.trial`.
     """
     benchmark = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
@@ -35,18 +34,8 @@ def deterministic_kernels(where_there_are: bool = False):
     torch.set_deterministic_debug_mode("warn" if where_there_are else "error")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", _OTHER_KERNEL)
+            warnings.filterwarnings("ignore", OTHER_KERNEL)
             yield
     finally:
         torch.set_deterministic_debug_mode("default")
         torch.backends.cudnn.benchmark = benchmark
-
-
-@contextlib.contextmanager
-def noting_other_kernels():
-    """Yield a list that gets the warnings of operators within it that have no deterministic kernel."""
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        yield found
-    found += [str(each.message) for each in seen if re.match(_OTHER_KERNEL, str(each.message))]

@@ -1,7 +1,11 @@
-"""What fits into memory, and the flags that make a shape too large: given flags go back to their preset's values."""
+"""What fits: a shape into memory, widths into tensor ranks; and the flags that are to blame where they do not.
+
+Given flags go back to their preset's values, one after the other, until the shape fits.
+"""
 
 import copy
 import dataclasses
+import math
 from bisect import bisect_right
 
 from common.config import flag_of
@@ -23,6 +27,29 @@ def require(config, presets, need, available_bytes: int | None) -> None:
             f"this preset needs {needed} on a GPU, there is none, and the host has {free} free: run --preset tiny"
         )
     raise ValueError(blame(config, presets, need, available_bytes) or otherwise)
+
+
+def require_split(sizes: dict[str, int], tp: int, share: int = 1) -> None:
+    """Check that tensor ranks can split widths, which a share without ranks divides already.
+
+    Args:
+        sizes: Flag -> width of the whole model.
+        tp: Value of --tp.
+        share: Value of --share-tp.
+
+    Raises:
+        ValueError: A width is not divisible by tp x share; the text names the flag to change, and its largest value
+            that divides all of them.
+    """
+    flag, by, count, other = "--tp", f"--tp {tp}", tp, 1
+    if share > 1:
+        flag, by, count, other = "--share-tp", f"--share-tp {share} x --tp {tp} = {share * tp}", share, tp
+    common = math.gcd(*sizes.values())
+    for name, size in sizes.items():
+        if size % (share * tp):
+            fits = [each for each in range(1, min(count, 4096) + 1) if common % (each * other) == 0]
+            more = f": take {flag} {fits[-1]}" if fits else ""
+            raise ValueError(f"{name} {size} is not divisible by {by}{more}")
 
 
 def fit_layers(config, presets, need, available_bytes: int, unit: int = 1):

@@ -1,7 +1,10 @@
 """Graphs of a step, each beside two eager trainings from the same start: equal, wrong, or not to be captured."""
 
+import contextlib
 import math
 import os
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,16 @@ MOST_NOISE = 1e-2
 NUM_STEPS = 8
 # Of all memory, for copies of the state, and trainings whose copies are kept at the same time.
 MOST_SHARE, NUM_COURSES = 0.25, 4
+
+
+@contextlib.contextmanager
+def _noting_other_kernels():
+    """Yield a list that gets the warnings of operators within it that have no deterministic kernel."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(each.message) for each in seen if re.match(torch_settings.OTHER_KERNEL, str(each.message))]
 
 
 def course_of(state: StepState, step: Callable[[int], None]) -> Course:
@@ -129,7 +142,7 @@ class Trial:
     def _judged(self, variant) -> Outcome:
         if not self._eager:
             variants.leave(variant)
-            with torch_settings.noting_other_kernels() as others:
+            with _noting_other_kernels() as others:
                 self._eager = [course_of(self.state, self.state.train) for _ in range(2)]
             self._is_exact = not others
             variants.enter(variant)

@@ -120,9 +120,11 @@ def _numbers(row, name, where, kinds="iu"):
         found = np.asarray(row[name])
     except (ValueError, OverflowError, RecursionError):
         found = np.empty((0, 0))
-    is_list = found.ndim == 1 and len(found) and found.dtype.kind in kinds
+    if found.shape == (0,):
+        raise ValueError(f"{FLAG}: {where} has {name} without an element")
+    is_list = found.ndim == 1 and found.dtype.kind in kinds and np.isfinite(found).all()
     if not is_list or (kinds == "iu" and not -(2**31) <= found.min() <= found.max() < 2**31):
-        told = "32-bit integers" if kinds == "iu" else "numbers"
+        told = "32-bit integers" if kinds == "iu" else "finite numbers"
         raise ValueError(f"{FLAG}: {where} has {name} that is no list of {told}")
     return found
 

@@ -11,8 +11,10 @@ from msgspec.structs import replace
 
 from benchmarks import command, compare, overview, plot, report, runs, site
 from benchmarks.files import run_file
+from benchmarks.files.partial import prose_without_folders
 from benchmarks.pages import run_table
-from common.text import in_markdown, lines, printable, prose_without_folders
+from benchmarks.pages.markdown import in_markdown
+from common.text import lines, printable
 from tests.helpers.made_run import FOLDER, made_run, write
 
 ROOT = Path(__file__).resolve().parents[2]

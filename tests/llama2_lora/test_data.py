@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import pickle
 import sys
@@ -239,6 +240,7 @@ ROW = {"input_ids": list(range(32))}
         ([{"input_ids": [1, -1]}], "has the token -1, which is no id"),
         ([{"input_ids": [1, 2.5]}], "has input_ids that is no list of 32-bit integers"),
         ([{"input_ids": [2**40]}], "has input_ids that is no list"),
+        ([{"input_ids": []}], "row 0 of .* has input_ids without an element"),
         ([{**ROW, "labels": [1] * 31}], "has 32 input_ids and another number of labels"),
         ([{**ROW, "loss_mask": [1] * 33}], "has 32 input_ids and another number of labels"),
         ([{**ROW, "seq_start_id": [1]}], "seq_start_id that does not rise from 0 within its 32 tokens"),
@@ -260,13 +262,13 @@ def test_rows_that_cannot_be_used(tmp_path, rows, named):
 
 def test_rows_with_nonsense_in_place_of_numbers_are_refused_in_one_line(tmp_path):
     """Check values that numpy turns into an array of objects, text or bools, or cannot convert."""
-    for value in (None, "abc", {"a": 1}, ["a"], [True], [None], [], [[]], [[1], [2, 3]], [2**70], [1e400], 7):
+    for value in (None, "abc", {"a": 1}, ["a"], [True], [None], [[]], [[1], [2, 3]], [2**70], [1e400], 7):
         for field in ("input_ids", "labels", "seq_start_id"):
             config = write_jsonl(tmp_path / "rows.jsonl", [{**ROW, field: value}])
             assert f"has {field} that is no list of" in refused(config), (field, value)
-    for value in ("abc", [[1], [2, 3]], ["a"] * 32):
+    for value in ("abc", [[1], [2, 3]], ["a"] * 32, [math.nan] * 32, [math.inf] + [1] * 31):
         config = write_jsonl(tmp_path / "rows.jsonl", [{**ROW, "loss_mask": value}])
-        assert "has loss_mask that is no list of numbers" in refused(config)
+        assert "has loss_mask that is no list of finite numbers" in refused(config)
 
 
 @pytest.mark.parametrize("suffix, write", [(".jsonl", write_jsonl), (".parquet", write_parquet)])

@@ -63,29 +63,6 @@ def require_divisible(flag: str, size: int, by: str, count: int) -> int:
     return size // count
 
 
-def require_split(sizes: dict[str, int], tp: int, share: int = 1) -> None:
-    """Check that tensor ranks can split widths, which a share without ranks divides already.
-
-    Args:
-        sizes: Flag -> width of the whole model.
-        tp: Value of --tp.
-        share: Value of --share-tp.
-
-    Raises:
-        ValueError: A width is not divisible by tp x share; the text names the flag to change, and its largest value
-            that divides all of them.
-    """
-    flag, by, count, other = "--tp", f"--tp {tp}", tp, 1
-    if share > 1:
-        flag, by, count, other = "--share-tp", f"--share-tp {share} x --tp {tp} = {share * tp}", share, tp
-    common = math.gcd(*sizes.values())
-    for name, size in sizes.items():
-        if size % (share * tp):
-            fits = [each for each in range(1, min(count, 4096) + 1) if common % (each * other) == 0]
-            more = f": take {flag} {fits[-1]}" if fits else ""
-            raise ValueError(f"{name} {size} is not divisible by {by}{more}")
-
-
 def require_schedule(pp: int, stage: int, chunks: int, microbatches: int) -> None:
     """ValueError, which names the flag, where a pipeline has no schedule (common/training/schedule.py)."""
     for flag, value in (("--pp", pp), ("--chunks", chunks), ("--microbatches", microbatches)):

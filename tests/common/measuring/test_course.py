@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from common.measuring import course as courses
-from common.measuring.course import Course, tensor_hash
+from common.measuring import tensor_hash as tensor_hashes
+from common.measuring.course import Course
+from common.measuring.tensor_hash import tensor_hash
 
 DTYPES = [
     torch.float8_e4m3fn,
@@ -75,10 +77,10 @@ def test_equal_nans_are_equal_and_payloads_are_not():
 def test_chunks_do_not_show(monkeypatch, chunk):
     tensor = make(torch.float32)
     whole = value(tensor.clone())
-    monkeypatch.setattr(courses, "CHUNK", chunk)
+    monkeypatch.setattr(tensor_hashes, "CHUNK", chunk)
     assert value(tensor.clone()) == whole
     # Nor does it show which weights were kept.
-    monkeypatch.setattr(courses, "NUM_KEPT_WEIGHTS", 18)
+    monkeypatch.setattr(tensor_hashes, "NUM_KEPT_WEIGHTS", 18)
     assert value(tensor.clone()) == whole
 
 

@@ -14,20 +14,20 @@ CHUNK = 1 << 17
 @pytest.mark.parametrize("count", [0, 1, 37, 2049, CHUNK, CHUNK + 1, 3 * CHUNK - 1])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
 def test_the_sum_is_that_of_plain_torch(dtype, count):
-    from common.measuring import course, hash_kernels
+    from common.measuring import hash_kernels, tensor_hash
 
     assert hash_kernels.CHUNK == CHUNK
     torch.manual_seed(count)
     bits = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1, (count,), dtype=dtype)
     total = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    hash_kernels.add_hash_(total, bits.to(DEVICE), course._ODD)
-    assert total.item() == course.tensor_hash(bits).item()
+    hash_kernels.add_hash_(total, bits.to(DEVICE), tensor_hash._ODD)
+    assert total.item() == tensor_hash.tensor_hash(bits).item()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
 def test_a_gpus_hash_is_the_hosts(dtype):
-    from common.measuring.course import tensor_hash
+    from common.measuring.tensor_hash import tensor_hash
 
     for tensor in (torch.randn(3, 5, 7, 11), torch.randn(4, 6, 5, 3).to(memory_format=torch.channels_last)):
         tensor = tensor.to(dtype)
@@ -36,7 +36,7 @@ def test_a_gpus_hash_is_the_hosts(dtype):
 
 @pytest.mark.gpu
 def test_more_elements_than_an_int_counts():
-    from common.measuring.course import tensor_hash
+    from common.measuring.tensor_hash import tensor_hash
 
     tensor = torch.zeros(2**31 + 5, dtype=torch.uint8, device="cuda")
     before = tensor_hash(tensor).item()

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.training.data import token_files
+from common.training.data import text_folder, token_files
+from common.training.data.megatron_tokens import megatron
 from tests.helpers.megatron_files import write_megatron
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -67,38 +68,37 @@ def make_folder(root):
     return root
 
 
-def test_folder_joins_text_and_names_what_it_skips(tmp_path, monkeypatch):
+def test_folder_joins_text_and_names_what_it_skips(tmp_path, monkeypatch, capsys):
     folder = make_folder(tmp_path / "books")
-    with pytest.warns(UserWarning, match="2 files are not UTF-8, skipped: image.bin, late.txt"):
-        tokens = token_files.text_folder(folder, tmp_path / "cache")
+    tokens = text_folder.text_folder(folder, tmp_path / "cache")
+    assert capsys.readouterr().err == f"--data {folder}: 2 files are not UTF-8, skipped: image.bin, late.txt\n"
     assert bytes(tokens.tokens) == "gr\u00fc\u00dfe\n\0# b\n\0".encode()
     assert tokens.name.startswith("books-")
     # The copy is used again.
-    monkeypatch.setattr(token_files, "_concatenate", None)
-    assert bytes(token_files.text_folder(folder, tmp_path / "cache").tokens) == bytes(tokens.tokens)
+    monkeypatch.setattr(text_folder, "_concatenate", None)
+    assert bytes(text_folder.text_folder(folder, tmp_path / "cache").tokens) == bytes(tokens.tokens)
 
 
-@pytest.mark.filterwarnings("ignore:.*not UTF-8")
 def test_folder_cache_follows_the_folder(tmp_path):
     folder = make_folder(tmp_path / "books")
-    token_files.text_folder(folder, tmp_path / "cache")
+    text_folder.text_folder(folder, tmp_path / "cache")
     (folder / "b.md").write_bytes(b"# c\n")
     os.utime(folder / "b.md", ns=(1, 1))
-    assert b"# c" in bytes(token_files.text_folder(folder, tmp_path / "cache").tokens)
+    assert b"# c" in bytes(text_folder.text_folder(folder, tmp_path / "cache").tokens)
 
 
-@pytest.mark.parametrize("limit, value", [("MAX_FILES", 4), ("MAX_TEXT_BYTES", 11)])
-def test_huge_folder_is_refused_before_anything_is_read(tmp_path, monkeypatch, limit, value):
+@pytest.mark.parametrize("module, limit, value", [(token_files, "MAX_FILES", 4), (text_folder, "MAX_TEXT_BYTES", 11)])
+def test_huge_folder_is_refused_before_anything_is_read(tmp_path, monkeypatch, module, limit, value):
     root, cache = tmp_path / "root", tmp_path / "cache"
     for name in ("a/1.txt", "a/2.txt", "3.txt"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
-    monkeypatch.setattr(token_files, limit, value + 1)
-    assert token_files.text_folder(root, cache).num_tokens == 3 * 5
-    monkeypatch.setattr(token_files, limit, value - 1)
-    monkeypatch.setattr(token_files, "_concatenate", None)
+    monkeypatch.setattr(module, limit, value + 1)
+    assert text_folder.text_folder(root, cache).num_tokens == 3 * 5
+    monkeypatch.setattr(module, limit, value - 1)
+    monkeypatch.setattr(text_folder, "_concatenate", None)
     with pytest.raises(ValueError, match=rf"^--data {root}: .* files.*: take one of its folders, or make Megatron"):
-        token_files.text_folder(root, cache / "other")
+        text_folder.text_folder(root, cache / "other")
     assert not (cache / "other").exists()
 
 
@@ -107,15 +107,15 @@ def test_the_whole_file_system_is_refused(tmp_path, monkeypatch):
     Path("linked").symlink_to("/")
     monkeypatch.setattr(token_files.os, "walk", None)
     with pytest.raises(ValueError, match="--data /: this is the whole file system"):
-        token_files.text_folder("linked", tmp_path / "cache")
+        text_folder.text_folder("linked", tmp_path / "cache")
 
 
 def test_file_without_a_size_is_not_read(tmp_path, monkeypatch):
     """Those of /proc have none, and /proc/kmsg never ends. A folder of such files alone has no text."""
     (tmp_path / "2.txt").write_text("")
-    monkeypatch.setitem(vars(token_files), "open", None)
+    monkeypatch.setitem(vars(text_folder), "open", None)
     with pytest.raises(ValueError, match="--data .*no UTF-8 text"):
-        token_files.text_folder(tmp_path, tmp_path / ".cache")
+        text_folder.text_folder(tmp_path, tmp_path / ".cache")
 
 
 def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
@@ -124,9 +124,9 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def refuse(path, mode):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setitem(vars(token_files), "open", refuse)
+    monkeypatch.setitem(vars(text_folder), "open", refuse)
     with pytest.raises(ValueError, match=rf"--data {tmp_path}: cannot read {tmp_path}/1.txt \(Permission denied\)"):
-        token_files.text_folder(tmp_path, tmp_path / ".cache")
+        text_folder.text_folder(tmp_path, tmp_path / ".cache")
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
@@ -143,7 +143,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize("dtype", ["uint16", "int64"])
 def test_megatron_round_trip(tmp_path, documents, dtype):
     write_megatron(tmp_path / "c4", documents, dtype)
-    tokens = token_files.megatron(tmp_path / "c4")
+    tokens = megatron(tmp_path / "c4")
     assert isinstance(tokens.tokens, np.memmap) and tokens.tokens.dtype == dtype
     np.testing.assert_array_equal(tokens.tokens, np.concatenate(documents))
     assert tokens.name == "c4"
@@ -172,7 +172,7 @@ def test_faulty_megatron_files_are_named(tmp_path, documents, suffix, damage, me
     path = tmp_path / f"c4.{suffix}"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=message):
-        token_files.megatron(tmp_path / "c4")
+        megatron(tmp_path / "c4")
 
 
 # --- choosing
