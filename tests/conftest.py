@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Files whose tests run in one process, one after the other: they share a cluster, or jobs that run for a minute.
 IN_ONE_PROCESS = ("tests/benchmarks/slurm/test_slurm.py", "tests/common/measuring/test_agreement.py")
+
+# A file of slow tests alone, which `make test` does not import: Lightning takes five seconds in each process.
+SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
 
 num_modules_frozen = 0
 
@@ -50,6 +54,13 @@ def pytest_runtest_setup():
         gc.collect()
         gc.freeze()
         num_modules_frozen = len(sys.modules)
+
+
+def pytest_ignore_collect(collection_path, config):
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if is_test and "not slow" in config.getoption("markexpr"):
+        return bool(SLOW_FILE.search(collection_path.read_text())) or None
+    return None
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,6 +1,6 @@
 """Random command lines: an answer or one line and exit status 2, never a traceback.
 
-make test tries 50 of each program, make long 2,000 over all of them. make test-slow starts 50 real processes.
+make test-slow tries 50 of each program and starts 50 real processes, make long tries 2,000 over all of them.
 """
 
 import contextlib

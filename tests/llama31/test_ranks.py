@@ -25,17 +25,13 @@ SPLITS = {
 }
 # Splits of two ranks and variants that are compared with eager in one pair of processes.
 GRAPHED = {
-    "fast": {
-        "dp2": ("graph_step",),
-        "tp2": ("graph_fwd_bwd",),
-        "pp2": ("graph_layer", "graph_microbatch", "graph_attn"),
-    },
-    "slow": {
-        "dp2": ("graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_optimizer"),
-        "tp2": ("graph_step", "graph_mlp"),
-        "cp2": ("graph_fwd_bwd", "graph_attn"),
-        "pp2": ("graph_fwd_bwd", "graph_step", "graph_mlp", "graph_optimizer"),
-    },
+    "dp2": ("graph_step", "graph_layer", "graph_microbatch", "graph_fwd_bwd", "graph_optimizer"),
+    "tp2": ("graph_fwd_bwd", "graph_step", "graph_mlp"),
+    "cp2": ("graph_fwd_bwd", "graph_attn"),
+    "pp2": (
+        *("graph_layer", "graph_microbatch", "graph_attn", "graph_fwd_bwd"),
+        *("graph_step", "graph_mlp", "graph_optimizer"),
+    ),
 }
 
 
@@ -84,9 +80,9 @@ def test_two_tensor_ranks_round_to_fp8_as_one_process_does():
 
 
 def differences_from_eager():
-    """By split and variant of $GROUP, on this rank."""
+    """By split and variant, on this rank."""
     found = {}
-    for split, names in GRAPHED[os.environ["GROUP"]].items():
+    for split, names in GRAPHED.items():
         changes = {"microbatches": 2, "validate_every": 2, "weights": "fp8", "moments": "bf16"} | SPLITS.get(split, {})
         state = make(*own_rank(), **changes)
         eager = follow_eager(state, STEPS)
@@ -100,11 +96,10 @@ def differences_from_eager():
     return found
 
 
-@pytest.mark.parametrize("group", ["fast", pytest.param("slow", marks=pytest.mark.slow)])
-def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit(group, monkeypatch):
-    monkeypatch.setenv("GROUP", group)
+@pytest.mark.slow
+def test_two_ranks_graphed_equal_two_ranks_eager_bit_for_bit():
     for found in gloo_ranks.run(__name__, "differences_from_eager", 2):
-        assert len(found) == sum(map(len, GRAPHED[group].values())) and not any(found.values()), found
+        assert len(found) == sum(map(len, GRAPHED.values())) and not any(found.values()), found
 
 
 def pipeline_ramp():

@@ -30,7 +30,7 @@ def made(name, state):
     "changes",
     [
         {},
-        {"weights": "fp8", "moments": "bf16", "validate_every": 2},
+        pytest.param({"weights": "fp8", "moments": "bf16", "validate_every": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"microbatches": 1, "layers": 1, "microbatch": 2, "precision": "nvfp4_emulated"}, marks=pytest.mark.slow
         ),

@@ -19,7 +19,10 @@ from common.capture.pool import CaptureError, StaticInputs
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 # Lightning's hints at what else one could use, and at its own future.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning:lightning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning", "ignore::FutureWarning:lightning"),
+]
 
 WARM, BATCHES = 3, 12
 
