@@ -3,7 +3,6 @@
 pytest tests/test_ci.py
 """
 
-import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
@@ -129,36 +128,3 @@ def test_ci_counts_failed_tests(tmp_path):
     summary = "2 failed, 1 passed, 1 error in 4.00s"
     _, lines, _ = run_ci(tmp_path, FAILING="test-slow", SLOW_SUMMARY=summary)
     assert lines[-1].startswith("3 failed, 13 passed, 2 skipped in ")
-
-
-def same_bits():
-    """.ci/same_bits.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("same_bits", CI / "same_bits.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_two_trainings_are_equal_where_losses_and_hashes_are():
-    difference = same_bits().difference
-    passed = {"status": "pass", "losses": [2.0, 1.0], "state_hashes": ["a", "b"], "graphs": 1, "replays": 2}
-    assert difference(passed, dict(passed)) == "equal, 2 losses"
-    assert difference(passed, passed | {"losses": [2.0, 1.5]}).startswith("losses differ from step 1")
-    assert difference(passed, passed | {"state_hashes": ["c", "b"]}).startswith("state_hashes differ from step 0")
-    assert difference(passed, passed | {"losses": [2.0]}).startswith("losses [2.0, 1.0], now [2.0]")
-    assert difference(passed, passed | {"graphs": 2}) == "graphs 1, now 2"
-    assert difference(passed, {"status": "exit status 1: KeyError"}).startswith("status pass, now exit status 1")
-    died = {"status": "exit status 1: KeyError"}
-    assert difference(died, died).startswith("failed with both")
-    refused = {"status": "exit status 2: python -m gpt3.train: --layer te needs a GPU"}
-    assert difference(refused, refused).startswith("equal, but did not train")
-    unsupported = {"status": "unsupported", "message": "needs a GPU", "state_hashes": []}
-    assert difference(unsupported, unsupported).startswith("equal, but did not train")
-
-
-def test_every_variant_of_every_build_is_trained():
-    module = same_bits()
-    assert {"examples.minimal", "gpt3", "rnnt"} <= set(module.models())
-    runs = module.runs_of(module.ROOT, "llama31", "tiny")
-    assert "--validate-every" in runs["eager validate"][1]
-    assert runs["eager"][1] == ["-m", "llama31.train", "--preset", "tiny", "--variant", "eager"]
