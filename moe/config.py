@@ -236,7 +236,7 @@ FACTS = {
     "files": ["static_buffers", "other_variants"],
     "sweeps": {"sequence": ["sequence"], "layers": ["layers"], "batch": ["microbatch"]},
     "presets_need": lambda preset, config: needs(
-        not preset.startswith("tiny"), multiple_of=config.ep, at_most=config.ep if config.ep > 1 else None
+        not preset.startswith("tiny"), multiple_of=config.ep, at_most=config.ep
     ),
 }
 

@@ -165,15 +165,18 @@ class Worker:
         """In words how the first of several ranks ended, as torchrun says once all have; "" where it says nothing."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(RANKS_END_S)
-        with open(self.log, "rb") as file:
-            file.seek(self._log_start)
-            found = DEAD_RANK.findall(file.read(2**20).decode(errors="replace"))
+        text = _text(self.log, self._log_start)
+        found = DEAD_RANK.findall(text)
         if not found:
             return ""
         rank, status = found[-1][0], int(found[-1][1])
         if -status in set(signal.Signals):
             return f"rank {rank} was ended by {signal.Signals(-status).name}"
-        return "" if status == 1 else f"rank {rank} ended with exit status {status}"
+        if status == 1:
+            return ""
+        # With 2 a script has named a mistake.
+        said = _said(text) if status == 2 else []
+        return said[-1] if said else f"rank {rank} ended with exit status {status}"
 
     def end(self) -> None:
         """Hang up, and end what does not end by itself."""
@@ -208,11 +211,18 @@ def _listening(folder: Path) -> socket.socket:
 
 def _last_line(log: Path, start: int) -> str:
     """The last line that a script said of itself after byte `start` of a log, else the last line of all, or ""."""
+    text = _text(log, start)
+    # Below it stands what torchrun prints of a rank that failed, which says nothing of why.
+    found = _said(text) or [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("{")]
+    return found[-1][-400:] if found else ""
+
+
+def _text(log: Path, start: int) -> str:
     with open(log, "rb") as file:
         file.seek(start)
-        lines = [line.strip() for line in file.read(2**20).decode(errors="replace").splitlines()]
-    # Below it stands what torchrun prints of a rank that failed, which says nothing of why.
-    name = re.compile(r"python -m [\w.]+\.train: ")
-    said = [line[own.end() :] for line in lines if (own := name.match(line))]
-    found = said or [line for line in lines if line and not line.startswith("{")]
-    return found[-1][-400:] if found else ""
+        return file.read(2**20).decode(errors="replace")
+
+
+def _said(text: str) -> list[str]:
+    """The lines of a log that a script said of itself."""
+    return re.findall(r"^python -m [\w.]+\.train: (.*?)\s*$", text, re.MULTILINE)

@@ -295,6 +295,7 @@ def test_ranks_measure_the_same_blocks(tmp_path):
     ("how", "said"),
     [
         ("exits", "failed: eager (rank 1 ended with exit status 7)"),
+        ("refuses", "failed: eager (--width 8 is refused)"),
         ("killed", "failed: eager (rank 1 was ended by SIGKILL)"),
         ("out_of_memory", "oom: eager (rank 1: out of memory"),
         ("hangs", "timeout: eager (no answer for 15 s in"),

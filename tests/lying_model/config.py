@@ -13,7 +13,7 @@ class Config(Parallel, Timing):
     period: int = option(1, "batches of so many sizes rotate")
     pause_ms: int = option(0, "a step sleeps for so long: runs that last and leave the processor to others")
     die_rank: int = option(-1, "this rank breaks in its 21st step")
-    die_how: str = option("exits", "how", choices=("exits", "killed", "hangs", "out_of_memory"))
+    die_how: str = option("exits", "how", choices=("exits", "refuses", "killed", "hangs", "out_of_memory"))
     too_large: bool = option(False, "the state does not fit into memory")
 
 

@@ -17,8 +17,14 @@ def _run_out_of_memory():
     raise torch.OutOfMemoryError("out of memory: made up")
 
 
+def _refuse():
+    os.write(2, b"python -m tests.lying_model.train: --width 8 is refused\n")
+    os._exit(2)
+
+
 BREAKS = {
     "exits": lambda: os._exit(7),
+    "refuses": _refuse,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "hangs": lambda: time.sleep(3600),
     "out_of_memory": _run_out_of_memory,

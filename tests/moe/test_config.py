@@ -145,6 +145,7 @@ def test_ranks_are_those_of_the_launcher():
         "multiple_of": 4,
         "at_most": 4,
     }
+    assert FACTS["presets_need"]("tiny", PRESETS["tiny"])["world_size"]["at_most"] == 1
 
 
 def test_each_rank_has_its_part_of_the_experts():
