@@ -151,7 +151,7 @@ def test_describe(model):
     assert set(described["kinds"].values()) <= {"eager", "graph", "compile"} and described["kinds"]["eager"] == "eager"
     presets_need = described.get("presets_need", {})
     assert not presets_need or set(presets_need) == set(described["presets"])
-    assert not presets_need or presets_need["tiny"] == needs(gpus=False)
+    assert not presets_need or presets_need["tiny"] in (needs(gpus=False), needs(gpus=False, at_most=1))
     for preset, need in presets_need.items():
         assert (need["submitted"] is not None) == preset.startswith("mlperf")
         if need["submitted"]:

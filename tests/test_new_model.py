@@ -13,6 +13,8 @@ from benchmarks.files.facts import Gpu
 from benchmarks.pages import tables
 from tests.helpers.made_run import H200, write
 
+pytestmark = pytest.mark.slow
+
 README = "# Mine\n\n<!-- table: model my_model -->\n<!-- end -->\n"
 
 
@@ -48,7 +50,6 @@ def test_the_script_to_start_from_stays_small():
     assert len(text.splitlines()) <= 90
 
 
-@pytest.mark.slow
 def test_a_copy_passes_the_contract(checkout):
     """As it is, in the hour in which somebody starts a model."""
     shutil.copytree(ROOT / "tests" / "helpers", checkout / "tests" / "helpers")
@@ -60,7 +61,6 @@ def test_a_copy_passes_the_contract(checkout):
     assert " passed" in done.stdout and "failed" not in done.stdout
 
 
-@pytest.mark.slow
 def test_a_copy_that_still_names_the_example_is_refused(checkout):
     (checkout / "other_model").mkdir()
     shutil.copyfile(ROOT / "examples" / "minimal" / "train.py", checkout / "other_model" / "train.py")
@@ -73,7 +73,6 @@ def test_a_copy_that_still_names_the_example_is_refused(checkout):
     assert "other_model.train parses the command line of examples.minimal" in done.stderr
 
 
-@pytest.mark.slow
 def test_it_is_measured(checkout):
     (path,) = (checkout / "runs").rglob("*.json")
     assert path.parent.name == "my_model-tiny"

@@ -14,6 +14,8 @@ from common.training.parallel.groups import Ranks, make_groups
 from gpt3 import zero
 from tests.helpers import gloo_ranks
 
+pytestmark = pytest.mark.slow
+
 NO_CLIP = 1e6
 SHAPES = [(7, 5), (300,), (13, 11), (1,), (129, 3)]
 

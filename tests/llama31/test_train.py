@@ -26,15 +26,14 @@ def made(name, state):
     return contracts.made("llama31", name, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        pytest.param({"weights": "fp8", "moments": "bf16", "validate_every": 2}, marks=pytest.mark.slow),
-        pytest.param(
-            {"microbatches": 1, "layers": 1, "microbatch": 2, "precision": "nvfp4_emulated"}, marks=pytest.mark.slow
-        ),
-        pytest.param({"precision": "bf16", "main_grad": "fp32"}, marks=pytest.mark.slow),
+        {"weights": "fp8", "moments": "bf16", "validate_every": 2},
+        {"microbatches": 1, "layers": 1, "microbatch": 2, "precision": "nvfp4_emulated"},
+        {"precision": "bf16", "main_grad": "fp32"},
     ],
     ids=lambda changes: ",".join(f"{name}={value}" for name, value in changes.items()) or "tiny",
 )

@@ -16,6 +16,8 @@ from tests.helpers.followed import difference, follow
 from tests.helpers.moe_case import make
 from tests.helpers.once import once
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 PRESETS = ("tiny", "tiny_gpt_oss", "tiny_lora")
 # Rows of a rank over those of a balanced router: all rows of two ranks, and so few that some are left out.
@@ -101,7 +103,6 @@ def ranks(tmp_path_factory):
     return once(tmp_path_factory, "moe-ranks", run)[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_two_ranks_train_as_one_process_does(preset, ranks):
     """In FP32 only the order of sums is left."""
@@ -118,7 +119,6 @@ def test_two_ranks_train_as_one_process_does(preset, ranks):
         assert ours[3] == ranks[0]["trained"][preset][3]
 
 
-@pytest.mark.slow
 def test_scopes_without_the_exchange_and_static_buffers_equal_eager_bit_for_bit(ranks):
     for of_rank in ranks:
         assert of_rank["graphed"] == {preset: dict.fromkeys(names, "") for preset, names in GRAPHED.items()}

@@ -187,6 +187,7 @@ def worker():
     torch.save(found, Path(os.environ["RESULTS"], f"{rank}.pt"))
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_with_the_mean_gradient(tmp_path, monkeypatch):
     monkeypatch.setenv("RESULTS", str(tmp_path))
     gloo_ranks.run("tests.rnnt.test_lamb", "worker", world_size=2)

@@ -13,6 +13,8 @@ from tests.helpers import forked
 from tests.helpers.by_hand import ByHand, Variant
 from tests.helpers.once import once
 
+pytestmark = pytest.mark.slow
+
 SECTIONS = ["data", "zero gradients", "embedding", "forward", "loss", "backward", "optimizer"]
 VARIANTS = {"eager": "eager.json", "graph_layer": "new folder/graph.json"}
 
@@ -61,7 +63,6 @@ def operators(events, section):
     return {op["name"] for op in of(events, "cpu_op") for outer in ranges if inside(op, outer)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_section_is_a_range_within_a_step(profiles, variant):
     events = profiles[variant][1]["traceEvents"]
