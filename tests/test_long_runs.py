@@ -55,10 +55,8 @@ def require_equal_courses(folder, model, graphs, num_steps, growth_interval):
     return eager
 
 
-# All of them take a minute of CPU time; RNN-T's has a schedule with overflows.
-@pytest.mark.parametrize(
-    "model", [each if each == "rnnt" else pytest.param(each, marks=pytest.mark.slow) for each in RUNS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", RUNS)
 def test_twenty_steps_with_a_checkpoint_in_the_middle(model, tmp_path):
     require_equal_courses(tmp_path, model, RUNS[model][1][:1], 20, growth_interval="2")
 

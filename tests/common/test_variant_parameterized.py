@@ -119,6 +119,7 @@ def test_a_model_without_any_region_is_a_failed_capture_with_the_reasons():
     assert model.forward.__func__ is Reads.forward
 
 
+@pytest.mark.slow
 def test_a_ramp_promises_the_launches_of_each_steps_microbatches():
     state = llama31_state(microbatches=3, ramp="1,3")
     variant = parameterized("llama31", state)

@@ -141,7 +141,8 @@ def graphed():
     return losses
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_graphed_equal_ranks_eager_bit_for_bit(num_ranks):
     first, second, *_ = gloo_ranks.run(__name__, "graphed", num_ranks)
     assert first == second and all(len(set(losses)) == 3 for losses in first)

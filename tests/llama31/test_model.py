@@ -214,6 +214,7 @@ def test_nvfp4_says_what_it_needs():
         require_precision(replace(TINY, precision="nvfp4"), CPU)
 
 
+@pytest.mark.slow
 def test_precisions_differ_and_all_learn():
     losses = {}
     for name, changes in {

@@ -56,6 +56,7 @@ def test_a_share_trains_alike_in_graphs():
     assert difference(follow_variant(state, "graph_layer"), eager("tiny", **changes), state) == ""
 
 
+@pytest.mark.slow
 def test_padded_experts_leave_the_state_as_eager_needs_it():
     state = make("tiny")
     padded = follow_variant(state, "graph_moe_padded")

@@ -103,6 +103,7 @@ def test_a_storm_of_overflows_ends_the_run():
         run_steps("eager_padded", 30, config, overflow_at=range(30))
 
 
+@pytest.mark.slow
 def test_without_dropout_padding_changes_little():
     """Padding changes the last frame of a longest utterance of odd length, and the rounding of sums."""
     config = replace(TINY, encoder_dropout=0.0, prediction_dropout=0.0, joint_dropout=0.0, lr=0.0)
@@ -115,6 +116,7 @@ def test_without_dropout_padding_changes_little():
     assert eager.read_losses(3) == pytest.approx(padded.read_losses(3), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_training_learns():
     _, state = run_steps("eager", 60)
     losses = state.read_losses(60)

@@ -115,6 +115,7 @@ def test_overflow_does_what_eager_does(name, eager_overflows):
     assert [norm for norm in ours if norm == norm] == [norm for norm in eager if norm == norm]
 
 
+@pytest.mark.slow
 def test_storm_ends_the_run_with_cause_and_detection():
     config = replace(TINY, loss_scale=1.0, max_floor_overflows=2)
     with pytest.raises(FloatingPointError) as caught:
