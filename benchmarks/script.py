@@ -72,7 +72,8 @@ def require_world_size(description: dict, preset: str, world_size: int, asked: s
     if world_size % multiple_of == 0 and (at_most is None or world_size <= at_most):
         return
     words = f"a multiple of {multiple_of} ranks" if multiple_of > 1 else f"{at_most} rank" + "s" * (at_most > 1)
-    raise Mistake(f"{description['model']}/{preset} runs on {words}, {asked} make {world_size}: change one of them")
+    asks = f"{description['model']}/{preset} runs on {words}, {asked} make {world_size}"
+    raise Mistake(f"{asks}: change one of them, or the script's flags for ranks, after --")
 
 
 def eagers_of(description: dict) -> list[str]:

@@ -36,7 +36,9 @@ class Config(Parallel, Timing):
     )
     amax_history: int = option(1024, "steps in the amax history of delayed scaling")
     lr: float = option(2e-5, "learning rate of Adam")
-    data: str = option("", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)")
+    data: str = option(
+        "", "folder of text, or Megatron .bin/.idx prefix, whose ids are folded (empty: Python's library)"
+    )
     batches: int = option(8, "different batches that rotate")
 
     def __post_init__(self):

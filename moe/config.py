@@ -70,7 +70,9 @@ class Config(Timing):
     rope_theta: float = option(1000000.0, "base of the rotary position embedding")
     norm_eps: float = option(1e-6, "epsilon of RMSNorm")
     lr: float = option(2e-6, "learning rate of Adam")
-    data: str = option("", "folder of text or Megatron .bin/.idx prefix (empty: the Python standard library)")
+    data: str = option(
+        "", "folder of text, or Megatron .bin/.idx prefix, whose ids are folded (empty: Python's library)"
+    )
     checkpoint: str = option("", "folder of a Hugging Face checkpoint (empty: random weights)")
     batches: int = option(8, "different batches that rotate")
 

@@ -22,10 +22,10 @@ def megatron(prefix) -> TokenFile:
     for path in (bin_path, idx_path):
         if not path.is_file():
             raise ValueError(f"--data: {path} is missing, Megatron token files come as .bin and .idx")
+    if not starts_as_index(idx_path):
+        raise ValueError(f"--data: {idx_path} is not a Megatron index, it does not start with {_MAGIC!r}")
     with open_regular(idx_path, "--data") as file:
         header = file.read(_HEADER.size)
-    if not header.startswith(_MAGIC):
-        raise ValueError(f"--data: {idx_path} is not a Megatron index, it does not start with {_MAGIC!r}")
     if len(header) < _HEADER.size:
         raise ValueError(f"--data: {idx_path} is truncated within its header")
     _, version, code, num_sequences, num_documents = _HEADER.unpack(header)
@@ -52,3 +52,9 @@ def megatron(prefix) -> TokenFile:
     if not num_tokens:  # nothing cannot be mapped
         raise ValueError(f"--data: {bin_path} holds no tokens")
     return TokenFile(np.memmap(bin_path, dtype=dtype, mode="r"), bin_path.stem)
+
+
+def starts_as_index(path) -> bool:
+    """Return whether a file starts as the index of Megatron token files; ValueError where it cannot be read."""
+    with open_regular(path, "--data") as file:
+        return file.read(len(_MAGIC)) == _MAGIC

@@ -12,6 +12,7 @@ import numpy as np
 from common.config import require_folder_of_its_own
 from common.files import write_whole
 from common.text import printable
+from common.training.data.megatron_tokens import starts_as_index
 from common.training.data.token_files import ELSE, END_OF_DOCUMENT, TokenFile, files_below
 
 # A larger folder belongs into Megatron's token files.
@@ -21,14 +22,18 @@ MAX_TEXT_BYTES = 16 * 2**30
 def text_folder(path, cache_dir) -> TokenFile:
     """All UTF-8 files below `path`, whatever their suffix, in the order of their names; hidden ones are left out.
 
-    Others are left out, too: stderr names them when the cached copy is made, which is keyed by names,
-    sizes and modification times. Raises ValueError when there is no text, when a file cannot be read, and for more than
-    MAX_FILES names or MAX_TEXT_BYTES, before any file is read.
+    Others are left out, too: stderr names them when the cached copy is made, which is keyed by names, sizes and
+    modification times. Raises ValueError when there is no text, when a file cannot be read, for token files of
+    Megatron, and for more than MAX_FILES names or MAX_TEXT_BYTES, before any text is read.
     """
     root = Path(path)
     require_folder_of_its_own("--data", str(root.resolve()))
     paths = files_below(root)
     stats = [file.stat() for file in paths]
+    for file in paths:
+        if file.suffix == ".idx" and starts_as_index(file):
+            prefix = printable(file.with_suffix(""))
+            raise ValueError(f"--data {path}: this folder has token files of Megatron, name them: --data {prefix}")
     num_bytes = sum(stat.st_size for stat in stats)
     if num_bytes > MAX_TEXT_BYTES:
         raise ValueError(

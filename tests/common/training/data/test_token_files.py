@@ -178,6 +178,15 @@ def test_faulty_megatron_files_are_named(tmp_path, documents, suffix, damage, me
 # --- choosing
 
 
+def test_a_folder_of_token_files_is_no_text(tmp_path, documents):
+    (tmp_path / "c4").mkdir()
+    write_megatron(tmp_path / "c4" / "part", documents)
+    with pytest.raises(ValueError, match=rf"^--data {tmp_path}/c4: .* token files .*: --data {tmp_path}/c4/part$"):
+        token_files.open_tokens(str(tmp_path / "c4"), tmp_path / "cache")
+    (tmp_path / "c4" / "part.idx").write_text("an index of a book")
+    assert token_files.open_tokens(str(tmp_path / "c4"), tmp_path / "cache").num_tokens > 0
+
+
 def test_open_tokens_chooses(small_stdlib, tmp_path, documents):
     cache = tmp_path / "cache"
     write_megatron(tmp_path / "c4.v1", documents)
