@@ -25,7 +25,6 @@ from benchmarks.files import partial, run_file
 from benchmarks.pages import readme, run_table, tables
 from common.training.data import safetensors_file, token_files
 from common.training.data.checkpoint import open_checkpoint, parts_of
-from common.training.data.megatron_tokens import megatron
 from llama2_lora.config import Config
 from llama2_lora.data import rows
 from moe.config import PRESETS as MOE
@@ -143,7 +142,7 @@ def _shards(path):
 
 def _megatron(path):
     path.with_suffix(".bin").write_bytes(np.arange(64, dtype="<u2").tobytes())
-    megatron(path).batch(0, 1, 4)
+    token_files.open_tokens(path).batch(0, 1, 4)
 
 
 def _tensors(path):

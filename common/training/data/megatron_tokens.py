@@ -1,24 +1,24 @@
 """Megatron-LM's indexed dataset (megatron/core/datasets/indexed_dataset.py) as tokens."""
 
 import struct
+from pathlib import Path
 
 import numpy as np
 
 from common.training.data.limits import open_regular
-from common.training.data.token_files import TokenFile, megatron_paths
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences, length of the document index
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 
-def megatron(prefix) -> TokenFile:
-    """Open `prefix`.bin and `prefix`.idx (MMapIndexedDataset, version 1) without reading the tokens.
+def read(prefix) -> tuple[np.ndarray, str]:
+    """Return the tokens, not read yet, and the name of `prefix`.bin and .idx (MMapIndexedDataset, version 1).
 
     prefix: with or without .bin or .idx. Raises ValueError that names the file and what is wrong with it: missing,
     foreign, truncated, a dtype that holds no token ids, or lengths that contradict the size of the .bin.
     """
-    bin_path, idx_path = megatron_paths(prefix)
+    bin_path, idx_path = paths(prefix)
     for path in (bin_path, idx_path):
         if not path.is_file():
             raise ValueError(f"--data: {path} is missing, Megatron token files come as .bin and .idx")
@@ -51,10 +51,17 @@ def megatron(prefix) -> TokenFile:
         )
     if not num_tokens:  # nothing cannot be mapped
         raise ValueError(f"--data: {bin_path} holds no tokens")
-    return TokenFile(np.memmap(bin_path, dtype=dtype, mode="r"), bin_path.stem)
+    return np.memmap(bin_path, dtype=dtype, mode="r"), bin_path.stem
 
 
 def starts_as_index(path) -> bool:
     """Return whether a file starts as the index of Megatron token files; ValueError where it cannot be read."""
     with open_regular(path, "--data") as file:
         return file.read(len(_MAGIC)) == _MAGIC
+
+
+def paths(prefix) -> tuple[Path, Path]:
+    """(.bin, .idx) of Megatron token files; prefix: with or without either ending."""
+    text = str(prefix)
+    text = text[:-4] if text.endswith((".bin", ".idx")) else text
+    return Path(text + ".bin"), Path(text + ".idx")

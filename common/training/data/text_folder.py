@@ -4,6 +4,7 @@ import codecs
 import errno
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,22 +14,25 @@ from common.config import require_folder_of_its_own
 from common.files import write_whole
 from common.text import printable
 from common.training.data.megatron_tokens import starts_as_index
-from common.training.data.token_files import ELSE, END_OF_DOCUMENT, TokenFile, files_below
 
 # A larger folder belongs into Megatron's token files.
+MAX_FILES = 100_000
 MAX_TEXT_BYTES = 16 * 2**30
 
+_ELSE = "take one of its folders, or make Megatron token files (.bin, .idx) of it"
 
-def text_folder(path, cache_dir) -> TokenFile:
-    """All UTF-8 files below `path`, whatever their suffix, in the order of their names; hidden ones are left out.
 
-    Others are left out, too: stderr names them when the cached copy is made, which is keyed by names, sizes and
-    modification times. Raises ValueError when there is no text, when a file cannot be read, for token files of
-    Megatron, and for more than MAX_FILES names or MAX_TEXT_BYTES, before any text is read.
+def read(path, cache_dir, end: bytes) -> tuple[np.ndarray, str]:
+    """Return tokens and name of all UTF-8 files below `path`, whatever their suffix, in the order of their names.
+
+    Hidden files are left out, and others, too: stderr names them when the cached copy is made, which is keyed by names,
+    sizes and modification times. end: bytes behind each file. Raises ValueError when there is no text, when a file
+    cannot be read, for token files of Megatron, and for more than MAX_FILES names or MAX_TEXT_BYTES, before any text is
+    read.
     """
     root = Path(path)
     require_folder_of_its_own("--data", str(root.resolve()))
-    paths = files_below(root)
+    paths = _files(root)
     stats = [file.stat() for file in paths]
     for file in paths:
         if file.suffix == ".idx" and starts_as_index(file):
@@ -38,7 +42,7 @@ def text_folder(path, cache_dir) -> TokenFile:
     if num_bytes > MAX_TEXT_BYTES:
         raise ValueError(
             f"--data {path}: {num_bytes / 2**30:,.0f} GiB in {len(paths):,} files, a folder of text may have "
-            f"{MAX_TEXT_BYTES / 2**30:.0f}: {ELSE}"
+            f"{MAX_TEXT_BYTES / 2**30:.0f}: {_ELSE}"
         )
     found = list(zip(paths, stats, strict=True))
     listing = [(file.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns) for file, stat in found]
@@ -50,7 +54,7 @@ def text_folder(path, cache_dir) -> TokenFile:
         # What has no size is not read: files of /proc have none either, and some of them never end.
         paths = [file for file, stat in found if stat.st_size]
         try:
-            write_whole(tokens_path, lambda file: _concatenate(root, paths, file, skipped))
+            write_whole(tokens_path, lambda file: _concatenate(root, paths, file, skipped, end))
         except (FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
             raise ValueError(
                 f"{tokens_path}: {error.strerror}; token files made from text are kept there, or give Megatron's as "
@@ -62,10 +66,26 @@ def text_folder(path, cache_dir) -> TokenFile:
             print(f"--data {path}: {len(skipped)} files are not UTF-8, skipped: {names}{more}", file=sys.stderr)
     if not tokens_path.stat().st_size:
         raise ValueError(f"--data {path}: no UTF-8 text in this folder")
-    return TokenFile(np.memmap(tokens_path, dtype=np.uint8, mode="r"), name)
+    return np.memmap(tokens_path, dtype=np.uint8, mode="r"), name
 
 
-def _concatenate(root, paths, out, skipped):
+def _files(root):
+    """Regular files below `root`, sorted by relative path; hidden ones left out, linked folders not followed.
+
+    ValueError for more than MAX_FILES names of files and folders.
+    """
+    found, num_names = [], 0
+    for folder, folders, names in os.walk(root):
+        num_names += len(folders) + len(names)
+        if num_names > MAX_FILES:
+            raise ValueError(f"--data {root}: more than {MAX_FILES:,} files below this folder: {_ELSE}")
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder) / name for name in names if not name.startswith(".")]
+    # Unlike Path's, os.path's isfile is False for a link into a folder that is closed to us.
+    return sorted(filter(os.path.isfile, found), key=lambda path: path.relative_to(root).as_posix())
+
+
+def _concatenate(root, paths, out, skipped, end):
     """Append each UTF-8 file to `out`, others' names to `skipped`; empty files are neither."""
     for path in paths:
         start = out.tell()
@@ -86,4 +106,4 @@ def _concatenate(root, paths, out, skipped):
             out.truncate()
             continue
         if out.tell() > start:
-            out.write(END_OF_DOCUMENT)
+            out.write(end)

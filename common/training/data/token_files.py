@@ -16,13 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-MAX_FILES = 100_000
 # Of copies of text.
 CACHE = Path(__file__).resolve().parents[3] / "runs" / ".cache"
 
-END_OF_DOCUMENT = b"\0"
+_END_OF_DOCUMENT = b"\0"
 _NO_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-ELSE = "take one of its folders, or make Megatron token files (.bin, .idx) of it"
 
 
 class TokenFile:
@@ -92,14 +90,12 @@ def open_tokens(data, cache_dir=CACHE) -> TokenFile:
     """
     if not data:
         return python_corpus()
+    from common.training.data import megatron_tokens, text_folder
+
     if Path(data).is_dir():
-        from common.training.data.text_folder import text_folder
-
-        return text_folder(data, cache_dir)
-    if any(path.is_file() for path in megatron_paths(data)):
-        from common.training.data.megatron_tokens import megatron
-
-        return megatron(data)
+        return TokenFile(*text_folder.read(data, cache_dir, _END_OF_DOCUMENT))
+    if any(path.is_file() for path in megatron_tokens.paths(data)):
+        return TokenFile(*megatron_tokens.read(data))
     raise ValueError(
         f"--data {data}: neither a folder of text nor the prefix of Megatron token files ({data}.bin, {data}.idx)"
     )
@@ -108,30 +104,11 @@ def open_tokens(data, cache_dir=CACHE) -> TokenFile:
 def python_corpus() -> TokenFile:
     """The source text of this Python's standard library, about 12 MB, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in files_below(root, _NO_CORPUS) if path.suffix == ".py"]
-    text = b"".join(path.read_bytes() + END_OF_DOCUMENT for path in paths)
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NO_CORPUS and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(".")]
+    paths = sorted(filter(os.path.isfile, found), key=lambda path: path.relative_to(root).as_posix())
+    text = b"".join(path.read_bytes() + _END_OF_DOCUMENT for path in paths)
     name = f"python-{platform.python_version()}-{hashlib.sha256(text).hexdigest()[:16]}"
     return TokenFile(np.frombuffer(text, dtype=np.uint8), name)
-
-
-def files_below(root, skipped_folders=frozenset()) -> list[Path]:
-    """Return regular files below `root`, sorted by relative path; hidden ones left out, linked folders not followed.
-
-    ValueError for more than MAX_FILES names of files and folders.
-    """
-    found, num_names = [], 0
-    for folder, folders, names in os.walk(root):
-        num_names += len(folders) + len(names)
-        if num_names > MAX_FILES:
-            raise ValueError(f"--data {root}: more than {MAX_FILES:,} files below this folder: {ELSE}")
-        folders[:] = [name for name in folders if name not in skipped_folders and not name.startswith(".")]
-        found += [Path(folder) / name for name in names if not name.startswith(".")]
-    # Unlike Path's, os.path's isfile is False for a link into a folder that is closed to us.
-    return sorted(filter(os.path.isfile, found), key=lambda path: path.relative_to(root).as_posix())
-
-
-def megatron_paths(prefix) -> tuple[Path, Path]:
-    """(.bin, .idx) of Megatron token files; prefix: with or without either ending."""
-    text = str(prefix)
-    text = text[:-4] if text.endswith((".bin", ".idx")) else text
-    return Path(text + ".bin"), Path(text + ".idx")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from common.training.data import text_folder, token_files
-from common.training.data.megatron_tokens import megatron
 from tests.helpers.megatron_files import write_megatron
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -70,21 +69,21 @@ def make_folder(root):
 
 def test_folder_joins_text_and_names_what_it_skips(tmp_path, monkeypatch, capsys):
     folder = make_folder(tmp_path / "books")
-    tokens = text_folder.text_folder(folder, tmp_path / "cache")
+    tokens = token_files.open_tokens(folder, tmp_path / "cache")
     assert capsys.readouterr().err == f"--data {folder}: 2 files are not UTF-8, skipped: image.bin, late.txt\n"
     assert bytes(tokens.tokens) == "gr\u00fc\u00dfe\n\0# b\n\0".encode()
     assert tokens.name.startswith("books-")
     # The copy is used again.
     monkeypatch.setattr(text_folder, "_concatenate", None)
-    assert bytes(text_folder.text_folder(folder, tmp_path / "cache").tokens) == bytes(tokens.tokens)
+    assert bytes(token_files.open_tokens(folder, tmp_path / "cache").tokens) == bytes(tokens.tokens)
 
 
 def test_folder_cache_follows_the_folder(tmp_path):
     folder = make_folder(tmp_path / "books")
-    text_folder.text_folder(folder, tmp_path / "cache")
+    token_files.open_tokens(folder, tmp_path / "cache")
     (folder / "b.md").write_bytes(b"# c\n")
     os.utime(folder / "b.md", ns=(1, 1))
-    assert b"# c" in bytes(text_folder.text_folder(folder, tmp_path / "cache").tokens)
+    assert b"# c" in bytes(token_files.open_tokens(folder, tmp_path / "cache").tokens)
 
 
 @pytest.mark.parametrize("module, limit, value", [(token_files, "MAX_FILES", 4), (text_folder, "MAX_TEXT_BYTES", 11)])
@@ -93,21 +92,21 @@ def test_huge_folder_is_refused_before_anything_is_read(tmp_path, monkeypatch, m
     for name in ("a/1.txt", "a/2.txt", "3.txt"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
-    monkeypatch.setattr(module, limit, value + 1)
-    assert text_folder.text_folder(root, cache).num_tokens == 3 * 5
-    monkeypatch.setattr(module, limit, value - 1)
+    monkeypatch.setattr(text_folder, limit, value + 1)
+    assert token_files.open_tokens(root, cache).num_tokens == 3 * 5
+    monkeypatch.setattr(text_folder, limit, value - 1)
     monkeypatch.setattr(text_folder, "_concatenate", None)
     with pytest.raises(ValueError, match=rf"^--data {root}: .* files.*: take one of its folders, or make Megatron"):
-        text_folder.text_folder(root, cache / "other")
+        token_files.open_tokens(root, cache / "other")
     assert not (cache / "other").exists()
 
 
 def test_the_whole_file_system_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("linked").symlink_to("/")
-    monkeypatch.setattr(token_files.os, "walk", None)
+    monkeypatch.setattr(text_folder.os, "walk", None)
     with pytest.raises(ValueError, match="--data /: this is the whole file system"):
-        text_folder.text_folder("linked", tmp_path / "cache")
+        token_files.open_tokens("linked", tmp_path / "cache")
 
 
 def test_file_without_a_size_is_not_read(tmp_path, monkeypatch):
@@ -115,7 +114,7 @@ def test_file_without_a_size_is_not_read(tmp_path, monkeypatch):
     (tmp_path / "2.txt").write_text("")
     monkeypatch.setitem(vars(text_folder), "open", None)
     with pytest.raises(ValueError, match="--data .*no UTF-8 text"):
-        text_folder.text_folder(tmp_path, tmp_path / ".cache")
+        token_files.open_tokens(tmp_path, tmp_path / ".cache")
 
 
 def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
@@ -126,7 +125,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setitem(vars(text_folder), "open", refuse)
     with pytest.raises(ValueError, match=rf"--data {tmp_path}: cannot read {tmp_path}/1.txt \(Permission denied\)"):
-        text_folder.text_folder(tmp_path, tmp_path / ".cache")
+        token_files.open_tokens(tmp_path, tmp_path / ".cache")
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
@@ -143,7 +142,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 @pytest.mark.parametrize("dtype", ["uint16", "int64"])
 def test_megatron_round_trip(tmp_path, documents, dtype):
     write_megatron(tmp_path / "c4", documents, dtype)
-    tokens = megatron(tmp_path / "c4")
+    tokens = token_files.open_tokens(tmp_path / "c4")
     assert isinstance(tokens.tokens, np.memmap) and tokens.tokens.dtype == dtype
     np.testing.assert_array_equal(tokens.tokens, np.concatenate(documents))
     assert tokens.name == "c4"
@@ -172,7 +171,7 @@ def test_faulty_megatron_files_are_named(tmp_path, documents, suffix, damage, me
     path = tmp_path / f"c4.{suffix}"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ValueError, match=message):
-        megatron(tmp_path / "c4")
+        token_files.open_tokens(tmp_path / "c4")
 
 
 # --- choosing
