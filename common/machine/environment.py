@@ -59,6 +59,26 @@ def _shown(name: str) -> str:
     return without_folders(os.environ[name])
 
 
+def describe_host(device) -> dict:
+    """Return what a run file says of a worker's host: boot, name (hashed), cpu, cores, GPUs and versions."""
+    import torch
+
+    env = describe_environment(device, 1)
+    names = ("cudnn", "nccl", "transformer_engine", "dali", "python")
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, **{name: env[name] for name in names}}
+    return {
+        "boot": env["boot_id"],
+        "host": env["host"],
+        "cpu": env["cpu"],
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": [{"name": env["gpu_name"], "uuid": env["gpu_uuid"]}] if env["num_gpus"] else [],
+        "driver": env["driver"],
+        "versions": versions,
+        "variables": env["variables"],
+        "slurm": env["slurm"],
+    }
+
+
 def _gpu(device):
     import torch
 

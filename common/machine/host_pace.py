@@ -5,20 +5,16 @@ with Python, the dispatcher and the launch; a launch is torch's spinning kernel 
 Both are issued in bursts far below the 1,024 launches that the driver queues, so that the host never waits for the GPU,
 and the GPU is drained between bursts.
 
-As a program, python -m benchmarks.host's, it describes the host, then tells the percentiles of single calls, once for
-each line of its input.
+As a program it tells the percentiles of single calls, once for each line of its input: python -m benchmarks.host.
 """
 
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 
 import torch
-
-from common.machine.environment import describe_environment
 
 BURST = 200
 SECONDS = 0.2
@@ -112,26 +108,10 @@ def percentiles_us(call: Callable, drain: Callable, seconds: float) -> dict[str,
     return {"p50_us": round(of_hundred[49] / 1e3, 3), "p99_us": round(of_hundred[98] / 1e3, 3)}
 
 
-def describe_host(device) -> dict:
-    """Return what a run file says of a worker's host: boot, name (hashed), cpu, cores, GPUs and versions."""
-    env = describe_environment(device, 1)
-    names = ("cudnn", "nccl", "transformer_engine", "dali", "python")
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, **{name: env[name] for name in names}}
-    return {
-        "boot": env["boot_id"],
-        "host": env["host"],
-        "cpu": env["cpu"],
-        "cores": len(os.sched_getaffinity(0)),
-        "gpus": [{"name": env["gpu_name"], "uuid": env["gpu_uuid"]}] if env["num_gpus"] else [],
-        "driver": env["driver"],
-        "versions": versions,
-        "variables": env["variables"],
-        "slurm": env["slurm"],
-    }
-
-
 def main() -> None:
     """Describe the host in a line of JSON, then print `calls_us` for each line of stdin, which has the seconds."""
+    from common.machine.environment import describe_host
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Two that share a core would wait for each other.
     torch.set_num_threads(1)

@@ -33,8 +33,9 @@ from common import garbage
 from common import variant as variants
 from common.contract import Training
 from common.machine import memory
+from common.machine.environment import describe_host
 from common.machine.gpu_state import GpuSampler
-from common.machine.host_pace import describe_host, operator_us, pace_of_host
+from common.machine.host_pace import operator_us, pace_of_host
 from common.measuring import block, left_running, operators, parity, shared_memory, torch_settings, trace
 from common.measuring.agreement import Agreement
 from common.measuring.channel import Channel, Closed

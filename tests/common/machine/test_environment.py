@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from common.machine import environment, gpu_state, source
-from common.machine.host_pace import describe_host
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -37,7 +36,7 @@ def test_env_on_the_cpu():
     assert re.fullmatch(r"[0-9a-f-]{36}", env["boot_id"])
     assert env["cpu"].endswith(f"{os.cpu_count()} cores")
     assert env["torch"]
-    host = describe_host("cpu")
+    host = environment.describe_host("cpu")
     assert host["gpus"] == [] and host["boot"] == env["boot_id"] and host["versions"]["torch"].startswith(env["torch"])
 
 
