@@ -24,6 +24,7 @@ class Parameterized(Compiled):
         what: the functions in words, for the strategy.
         capture: the variant's.
         summed: parameters of each layer whose hooks add gradients to main_grad (common/capture/parameterized/sums.py).
+            It calls each function whose layer they are, and uses each parameter once.
 
     Raises:
         CaptureError: every region was refused; the message has the reasons.
@@ -35,10 +36,9 @@ class Parameterized(Compiled):
     def __init__(self, state, step, functions, what: str, summed=(), *, capture: Capture):
         # Imports the compiler, which takes seconds.
         from common.capture.parameterized import backend
-        from common.capture.parameterized.sums import Sums
 
         self.regions = backend.Regions()
-        self._sums = Sums(list(summed), self.regions.all.append)
+        self._summed = list(summed)
         self.replace(state, step, functions, capture, backend="parameterized", dynamic=False, fullgraph=self.fullgraph)
         self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
         self.enter()
@@ -69,10 +69,14 @@ class Parameterized(Compiled):
 
     def enter(self):
         """Put the compiled functions in the place of the model's."""
+        from common.capture.parameterized import sums
+
         super().enter()
-        self._sums.enter()
+        sums.enter(self._summed)
 
     def leave(self):
         """Put the model's own functions back."""
-        self._sums.leave()
+        from common.capture.parameterized import sums
+
+        sums.leave(self._summed)
         super().leave()

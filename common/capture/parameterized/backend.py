@@ -8,7 +8,6 @@ lists all with the reason. Each set of parameters has an executable graph of its
 """
 
 import contextlib
-import itertools
 import operator
 import weakref
 from collections import Counter
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
 from common.capture.checks import CaptureError
+from common.capture.parameterized import sums
 from common.capture.parameterized.region import capture
 
 # Results of attention in its schemas.
@@ -39,7 +39,7 @@ _SAVES_RANDOM_STATE = ("run_and_save_rng_state", "run_with_rng_state", "graphsaf
 class Region:
     """A function and its capture.
 
-    name: forward, backward, inference or sums, with a number. state: waiting, parameterized or eager. reason: why it
+    name: forward, backward or inference, with a number. state: waiting, parameterized or eager. reason: why it
     runs eagerly. captured: the last capture, which was released where the state is eager.
     """
 
@@ -157,9 +157,12 @@ _lasting: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDi
 @register_backend(name="parameterized")
 def parameterized(graph_module: torch.fx.GraphModule, example_inputs: list[Any]):
     """Compile a graph of Dynamo; `example_inputs` are fake."""
+    # Parameters whose gradients a backward region adds, {index of the forward input: number in the layer}. The first
+    # forward call fills it.
+    summed: dict[int, int] = {}
 
     def compiler(direction):
-        return lambda graph, inputs: make_boxed_func(_Compiled(graph, inputs, direction))
+        return lambda graph, inputs: make_boxed_func(_Compiled(graph, inputs, direction, summed))
 
     compiled = aot_autograd(
         fw_compiler=compiler("forward"),
@@ -183,8 +186,8 @@ def _collect(region):
 class _Compiled:
     """One graph, captured at its first call."""
 
-    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str):
-        self._graph = graph
+    def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, summed: dict[int, int]):
+        self._graph, self._summed, self._adds = graph, summed, False
         self.region = Region(f"{direction} {_num_made[direction]}")
         _num_made[direction] += 1
         context = torch._guards.TracingContext.try_get()
@@ -198,9 +201,13 @@ class _Compiled:
         region = self.region
         if _collectors:
             _collect(region)
-        if self._lasting and inputs[self._lasting[0]].data_ptr() not in _lasting:
-            # The first call with another layer's parameters.
-            _lasting.update({inputs[index].data_ptr(): inputs[index] for index in self._lasting})
+        if self._lasting and (region.state == "waiting" or inputs[self._lasting[0]].data_ptr() not in _lasting):
+            # The first call, or the first one with another layer's parameters.
+            lasting = {index: inputs[index] for index in self._lasting}
+            _lasting.update({tensor.data_ptr(): tensor for tensor in lasting.values()})
+            self._summed.update(sums.places(lasting))
+        elif self._summed and not self._lasting:
+            inputs += self._totals(inputs)
         if region.state == "waiting":
             self._capture(inputs)
         if region.state == "parameterized":
@@ -208,6 +215,18 @@ class _Compiled:
             if launched is not None:
                 return launched[0]
         return self._graph(*inputs)
+
+    def _totals(self, inputs):
+        """The main_grads that a backward region adds to, of the layer whose parameters it reads."""
+        layer = sums.layer_of(inputs)
+        totals = tuple([parameter.main_grad for parameter in layer])  # type: ignore[attr-defined]
+        if totals and not self._adds and self.region.state == "waiting":
+            self._graph, self._adds = sums.adding(self._graph, self._summed), True
+            self._written |= set(range(len(inputs), len(inputs) + len(totals)))
+            _lasting.update({total.data_ptr(): total for total in totals})
+        if self._adds and not totals:
+            raise CaptureError("a backward region adds gradients of a layer that is not entered")
+        return totals if self._adds else ()
 
     def _capture(self, inputs):
         reason = self._reason or _reason_against_inputs(inputs, self._written)
@@ -227,15 +246,12 @@ def _reason_against_inputs(inputs, written) -> str:
     """The reason why these inputs cannot be launched; Dynamo's guards hold later ones to what these are."""
     if any(inputs[index].is_conj() or inputs[index].is_neg() for index in written):
         return "it writes an input that is lazily conjugated or negated"
-    ranges = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + memory.extent(tensor), index)
-        for index, tensor in enumerate(inputs)
-        if tensor.numel()
-    )
-    for (_, end, one), (start, _, other) in itertools.pairwise(ranges if written else []):
-        if start < end:
-            # A launch moves each by itself.
-            return f"inputs {min(one, other)} and {max(one, other)} share memory: pass one, or a copy"
+    ranges = [(tensor.data_ptr(), tensor.data_ptr() + memory.extent(tensor)) for tensor in inputs]
+    for one, (start, end) in ((index, ranges[index]) for index in written):
+        for other, (first, last) in enumerate(ranges):
+            if other != one and start < last and first < end:
+                # A launch moves each by itself.
+                return f"inputs {min(one, other)} and {max(one, other)} share memory: pass one, or a copy"
     return ""
 
 

@@ -1,75 +1,64 @@
-"""Gradients added to the buffers of a step, those of a layer in one launch.
+"""Gradients that backward regions add to the buffers of a step, each as soon as it is there.
 
-Models that sum gradients over microbatches have a hook at each parameter: main_grad += grad, a kernel each. Here
-the last hook of a layer launches all of its additions as one region.
+Models that sum gradients over microbatches have a hook at each parameter: main_grad += grad, a kernel each, once the
+whole backward region has returned. Here the region itself adds, and returns no gradient: none waits for the others.
 """
+
+import copy
+from collections.abc import Iterable
 
 import torch
 
-from common.capture.parameterized.backend import Region
+# Parameters with a hook of the layer that an address belongs to, by address of each.
+_layers: dict[int, list[torch.nn.Parameter]] = {}
 
 
-class Sums:
-    """The hooks of some layers, exchanged for one launch a layer between `enter` and `leave`.
+def enter(layers: Iterable[list[torch.nn.Parameter]]) -> None:
+    """Let backward regions that are captured from now on add the gradients of these layers.
 
-    layers: parameters of each layer, all of which get a gradient in each backward pass. Only those with a hook count,
-    which must be main_grad.add_(grad) and grad = None. collect: called with each region that is made.
+    layers: parameters of each; none belongs to two. Those with a hook count, which must be main_grad.add_(grad) and
+    grad = None, and nothing without a gradient: autograd calls it nevertheless.
     """
+    for layer in layers:
+        own = [parameter for parameter in layer if parameter._post_accumulate_grad_hooks]
+        _layers.update({parameter.data_ptr(): own for parameter in own})
 
-    def __init__(self, layers: list[list[torch.nn.Parameter]], collect):
-        self._collect = collect
-        self._layers = [own for layer in layers if (own := [p for p in layer if p._post_accumulate_grad_hooks])]
-        self._hooks = [[dict(p._post_accumulate_grad_hooks) for p in layer] for layer in self._layers]
-        self._num_ready = [0] * len(self._layers)
-        # Layers with the same shapes and strides share a region.
-        self._regions: dict[tuple, Region] = {}
 
-    def enter(self) -> None:
-        """Put the launches in the place of the hooks."""
-        for index, layer in enumerate(self._layers):
-            self._num_ready[index] = 0
-            for parameter in layer:
-                _exchange(parameter, {0: self._hook_of(index)})
-
-    def leave(self) -> None:
-        """Put the hooks back."""
-        for layer, hooks in zip(self._layers, self._hooks, strict=True):
-            for parameter, own in zip(layer, hooks, strict=True):
-                _exchange(parameter, own)
-
-    def _hook_of(self, index):
-        def hook(parameter):
-            self._num_ready[index] += 1
-            if self._num_ready[index] == len(self._layers[index]):
-                self._num_ready[index] = 0
-                self._add(self._layers[index])
-
-        return hook
-
-    @torch.no_grad()
-    def _add(self, layer):
-        tensors = [parameter.main_grad for parameter in layer] + [parameter.grad for parameter in layer]
-        shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
-        region = self._regions.get(shapes)
-        if region is None:
-            region = self._regions[shapes] = Region(f"sums {len(self._regions)}")
-            # The sums stay where they are, gradients come in any memory.
-            region.capture(_add, tensors, fixed=range(len(layer)))
-            self._collect(region)
-        if region.state != "parameterized" or region.launch(tensors) is None:
-            _add(*tensors)
+def leave(layers: Iterable[list[torch.nn.Parameter]]) -> None:
+    """Undo `enter`."""
+    for layer in layers:
         for parameter in layer:
-            parameter.grad = None
+            _layers.pop(parameter.data_ptr(), None)
 
 
-def _add(*tensors):
-    half = len(tensors) // 2
-    for total, gradient in zip(tensors[:half], tensors[half:], strict=True):
-        total.add_(gradient)
-    return ()
+def layer_of(inputs: Iterable[torch.Tensor]) -> list[torch.nn.Parameter]:
+    """Return the parameters whose layer one of the tensors belongs to; empty where none does."""
+    return next((_layers[address] for tensor in inputs if (address := tensor.data_ptr()) in _layers), [])
 
 
-def _exchange(parameter, hooks):
-    """Change a parameter's hooks in place: autograd reads the same dict."""
-    parameter._post_accumulate_grad_hooks.clear()
-    parameter._post_accumulate_grad_hooks.update(hooks)
+def places(inputs: dict[int, torch.Tensor]) -> dict[int, int]:
+    """Return {index of the input: number in its layer} of the parameters whose gradients are to be added."""
+    numbers = {parameter.data_ptr(): number for number, parameter in enumerate(layer_of(inputs.values()))}
+    return {index: numbers[address] for index, tensor in inputs.items() if (address := tensor.data_ptr()) in numbers}
+
+
+def adding(module: torch.fx.GraphModule, results: dict[int, int]) -> torch.fx.GraphModule:
+    """Return the graph with main_grads as further inputs: it adds gradients to them, and returns None in their place.
+
+    results: {index of the result: index of its main_grad}.
+    """
+    graph = copy.deepcopy(module.graph)
+    (output,) = graph.find_nodes(op="output")
+    returned, last = list(output.args[0]), graph.find_nodes(op="placeholder")[-1]
+    totals = []
+    for index in range(len(results)):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"main_grad_{index}")
+        totals.append(last)
+    for index, total in results.items():
+        gradient, returned[index] = returned[index], None
+        if gradient is not None:
+            with graph.inserting_after(last if gradient.op == "placeholder" else gradient):
+                graph.call_function(torch.ops.aten.add_.Tensor, (totals[total], gradient))
+    output.args = (tuple(returned),)
+    return torch.fx.GraphModule(module, graph)

@@ -1,86 +1,182 @@
-"""common/capture/parameterized/sums: the additions of a layer's hooks in one launch, on the CPU."""
+"""common/capture/parameterized/sums: backward regions that add gradients to main_grad, on the CPU."""
 
 import pytest
 import torch
 from torch import nn
 
-from common.capture.checks import RegionRefused
+from common.capture.checks import CaptureError, RegionRefused
 from common.capture.parameterized import backend, sums
 from common.capture.parameterized.driver import DriverError
 
 
-def model():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False)).to(torch.bfloat16)
-    for parameter in net.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    # The last layer adds by itself, without a hook.
-    for parameter in list(net.parameters())[:-1]:
-        parameter.register_post_accumulate_grad_hook(add)
-    return net
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.last = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.hidden(x)))
 
 
 def add(parameter):
+    if parameter.grad is None:
+        return
     parameter.main_grad.add_(parameter.grad)
     parameter.grad = None
 
 
-def passes(net, count=3):
-    """main_grads after some passes from zero."""
+def model():
+    torch.manual_seed(0)
+    net = nn.ModuleList(Layer() for _ in range(2)).to(torch.bfloat16)
+    for parameter in net.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.register_post_accumulate_grad_hook(add)
+    return net
+
+
+def layers(net):
+    return [list(layer.parameters()) for layer in net]
+
+
+def passes(net, functions, count=3):
+    """main_grads and gradients of the input after some passes from zero."""
     torch.manual_seed(1)
     for parameter in net.parameters():
         parameter.main_grad.zero_()
         parameter.grad = None
+    gradients = []
     for _ in range(count):
-        net(torch.randn(2, 4, dtype=torch.bfloat16)).sum().backward()
-    assert all(parameter.grad is None for parameter in list(net.parameters())[:-1])
-    return [parameter.main_grad.clone() for parameter in net.parameters()]
+        x = (torch.randn(2, 4, dtype=torch.bfloat16)).requires_grad_()
+        hidden = x
+        for function in functions:
+            hidden = function(hidden)
+        hidden.sum().backward()
+        gradients.append(x.grad)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    return gradients + [parameter.main_grad.clone() for parameter in net.parameters()]
+
+
+def eager(net):
+    return passes(net, [layer.forward for layer in net])
+
+
+@pytest.fixture
+def compiled():
+    """Makes the compiled layers of a model."""
+    yield lambda net: [torch.compile(layer.forward, backend="parameterized", dynamic=False) for layer in net]
+    torch._dynamo.reset()
+
+
+def alike(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize("error", [None, RegionRefused, DriverError])
-def test_the_additions_of_a_layer_are_one_launch_and_the_hooks_come_back(error, monkeypatch):
+def test_gradients_are_added_in_the_backward_region_of_each_layer(error, monkeypatch, compiled):
     def refused(*arguments):
         raise error("as asked\nwith more")
 
-    refuses = error is not None
-    if refuses:
+    if error is not None:
         monkeypatch.setattr(backend, "capture", refused)
-    net, regions = model(), []
-    expected = passes(net)
-    exchanged = sums.Sums([list(layer.parameters()) for layer in net], regions.append)
-    exchanged.enter()
-    assert all(torch.equal(a, b) for a, b in zip(passes(net), expected, strict=True))
-    # Two layers with hooks share one region.
-    assert [(region.name, region.state, region.reason) for region in regions] == [
-        ("sums 0", "eager", "as asked") if refuses else ("sums 0", "parameterized", "")
-    ]
-    assert regions[0].num_replays == (0 if refuses else 6)
-    exchanged.leave()
-    assert all(torch.equal(a, b) for a, b in zip(passes(net), expected, strict=True))
-    assert regions[0].num_replays == (0 if refuses else 6)
+    net = model()
+    expected, functions = eager(net), compiled(net)
+    sums.enter(layers(net))
+    with backend.collecting(regions := backend.Regions()):
+        assert alike(passes(net, functions), expected)
+    rows = {region.name.split()[0]: region for region in regions.all}
+    assert rows.keys() == {"forward", "backward"} and len(regions.all) == 2
+    assert {(region.state, region.reason) for region in regions.all} == {
+        ("parameterized", "") if error is None else ("eager", "as asked")
+    }
+    # Two layers share a region.
+    assert rows["backward"].num_replays == (6 if error is None else 0)
+    # No hook gets a gradient any more.
+    given = []
+    for parameter in net.parameters():
+        parameter._post_accumulate_grad_hooks.clear()
+        parameter.register_post_accumulate_grad_hook(lambda parameter: given.append(parameter.grad))
+    passes(net, functions)
+    assert given and all(gradient is None for gradient in given)
+    sums.leave(layers(net))
 
 
-def test_a_launch_that_the_driver_refuses_leaves_the_additions_eager(monkeypatch):
-    net, regions = model(), []
-    expected = passes(net, 2)
-    exchanged = sums.Sums([list(layer.parameters()) for layer in net], regions.append)
-    exchanged.enter()
-    passes(net, 1)
+def test_a_launch_that_the_driver_refuses_leaves_the_additions_eager(monkeypatch, compiled):
+    net = model()
+    expected, functions = eager(net), compiled(net)
+    sums.enter(layers(net))
+    with backend.collecting(regions := backend.Regions()):
+        passes(net, functions, 1)
+    (backward,) = [region for region in regions.all if region.name.startswith("backward")]
 
     def refused(*arguments):
         raise DriverError("launching a graph: CUDA_ERROR_UNKNOWN")
 
-    monkeypatch.setattr(regions[0].captured, "launch", refused)
-    assert all(torch.equal(a, b) for a, b in zip(passes(net, 2), expected, strict=True))
-    assert regions[0].row()["reason"] == "a launch failed: launching a graph: CUDA_ERROR_UNKNOWN"
-    assert (regions[0].state, regions[0].num_replays) == ("eager", 2)
+    monkeypatch.setattr(backward.captured, "launch", refused)
+    assert alike(passes(net, functions), expected)
+    assert (backward.state, backward.reason) == ("eager", "a launch failed: launching a graph: CUDA_ERROR_UNKNOWN")
+    sums.leave(layers(net))
 
 
-def test_layers_with_other_strides_have_a_region_of_their_own():
-    net, regions = model(), []
-    net[1].weight.main_grad = torch.zeros(4, 4).t()
-    assert net[1].weight.main_grad.stride() == net[0].weight.main_grad.t().stride()
-    expected = passes(net)
-    sums.Sums([list(layer.parameters()) for layer in net], regions.append).enter()
-    assert all(torch.equal(a, b) for a, b in zip(passes(net), expected, strict=True))
-    assert [region.num_replays for region in regions] == [3, 3]
+def test_layers_that_are_not_entered_keep_their_hooks(compiled):
+    net = model()
+    expected, functions = eager(net), compiled(net)
+    assert alike(passes(net, functions), expected)
+    # What is captured stays as it is.
+    sums.enter(layers(net))
+    assert alike(passes(net, functions), expected)
+    sums.leave(layers(net))
+
+
+def test_a_region_that_adds_refuses_a_layer_that_has_left(compiled):
+    net = model()
+    functions = compiled(net)
+    sums.enter(layers(net))
+    passes(net, functions, 1)
+    sums.leave(layers(net))
+    with pytest.raises(CaptureError, match="a layer that is not entered"):
+        passes(net, functions, 1)
+
+
+def test_a_parameter_without_a_hook_keeps_its_gradient(compiled):
+    net = model()
+    for layer in net:
+        layer.last.weight._post_accumulate_grad_hooks.clear()
+    functions, results = compiled(net), []
+    for run in ([layer.forward for layer in net], functions):
+        sums.enter(layers(net) if run is functions else [])
+        for parameter in net.parameters():
+            parameter.main_grad.zero_()
+            parameter.grad = None
+        x = torch.ones(2, 4, dtype=torch.bfloat16)
+        run[1](run[0](x)).sum().backward()
+        results.append([layer.last.weight.grad for layer in net] + [p.main_grad.clone() for p in net.parameters()])
+        assert net[0].hidden.weight.grad is None and net[0].hidden.bias.grad is None
+    sums.leave(layers(net))
+    assert alike(*results) and results[0][0].abs().sum() > 0
+
+
+def test_a_gradient_that_the_caller_gave_is_added_too(compiled):
+    """The gradient of y = x + b with respect to b is the input of the backward graph itself."""
+
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.zeros(2, 2))
+
+        def forward(self, x):
+            return x * self.weight + self.bias
+
+    net = nn.ModuleList([Adds()])
+    for parameter in net.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.register_post_accumulate_grad_hook(add)
+    functions, results = compiled(net), []
+    for run in (net[0].forward, functions[0]):
+        sums.enter(layers(net) if run is functions[0] else [])
+        for parameter in net.parameters():
+            parameter.main_grad.zero_()
+        for _ in range(2):
+            run(torch.full((2, 2), 3.0, requires_grad=True)).sum().backward()
+        results.append([parameter.main_grad.clone() for parameter in net.parameters()])
+    sums.leave(layers(net))
+    assert alike(*results) and results[0][1].tolist() == [[2, 2], [2, 2]]
