@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,9 +114,9 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
     distinct = _Distinct(device)
     try:
         with torch.cuda.stream(side):
-            increment, written = _warm_up(fn, example_inputs, device)
-            for mode in (_Seen(), distinct):
-                captures.append(_capture(fn, example_inputs, device, mode, increment > 0))
+            increment, written, most = _warm_up(fn, example_inputs, device)
+            for mode, heap in ((_Seen(), 2 * most), (distinct, 0)):
+                captures.append(_capture(fn, example_inputs, device, mode, heap, increment > 0))
         return _compare(captures[0], captures[1], increment, written, list(distinct.read.values()))
     except BaseException:
         for captured in captures:
@@ -125,18 +126,32 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
         caller.wait_stream(side)
 
 
-def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
-    """Run the region eagerly; the generator's increment and the inputs that were written."""
+def _warm_up(fn, example_inputs, device) -> tuple[int, list[int], int]:
+    """Run the region eagerly; the generator's increment, the inputs that were written, the most bytes it held."""
     draws = random_state.generator(device)
     for _ in range(_NUM_WARM_UPS):
         inputs = [memory.clone(tensor) for tensor in example_inputs]
         versions = [tensor._version for tensor in inputs]
         before = draws.get_offset()
-        fn(*inputs)
+        with _events(device) as events:
+            fn(*inputs)
         increment = draws.get_offset() - before
     torch.cuda.synchronize(device)
     written = [index for index, tensor in enumerate(inputs) if tensor._version != versions[index]]
-    return increment, written
+    held = [event["size"] * {"alloc": 1, "free_completed": -1}.get(event["action"], 0) for event in events]
+    return increment, written, max(itertools.accumulate(held), default=0)
+
+
+@contextlib.contextmanager
+def _events(device):
+    """A list that has what torch's allocator did in this block, after it."""
+    events: list[dict[str, Any]] = []
+    torch.cuda.memory._record_memory_history("all", context=None)
+    try:
+        yield events
+        events += torch.cuda.memory._snapshot()["device_traces"][device.index]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
 
 
 class _Seen(TorchDispatchMode):
@@ -182,12 +197,12 @@ class _Distinct(TorchDispatchMode):
         self.read = {key: s for key, s in self.read.items() if s.nbytes() and memory.find(s.data_ptr(), known) < 0}
 
 
-def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
+def _capture(fn, example_inputs, device, mode, heap: int, draws: bool) -> Captured:
     inputs = [memory.clone(tensor) for tensor in example_inputs]
     gc.collect()
     # With a state of its own, seed and offset of the two captures have different addresses.
     with new_workspaces(), random_state.aside(device):
-        graph, result, made, segments = _record(fn, inputs, mode, device)
+        graph, result, made, segments = _record(fn, inputs, mode, device, heap)
     blocks = [block for block in made if memory.find(block[0], segments) >= 0]
     given = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs]
     if isinstance(mode, _Distinct):
@@ -223,14 +238,23 @@ def _place(index, leaf, device, given, blocks):
     return memory.Place(owner, address - (given + blocks)[owner][0], memory.describe(leaf))
 
 
-def _record(fn, inputs, mode, device):
-    """Capture fn; the graph, what fn returned, (address, bytes) of what was allocated and of the pool's segments."""
-    captured, pool = CudaGraph(()), torch.cuda.graph_pool_handle()
-    torch.cuda.memory._record_memory_history("all", context=None)
+def _record(fn, inputs, mode, device, heap):
+    """Capture fn; the graph, what fn returned, (address, bytes) of what was allocated and of the pool's segments.
+
+    heap: bytes of a first segment of the pool. In one the allocator puts tensors closer than in many of their sizes.
+    """
+    captured, pool, first = CudaGraph(()), torch.cuda.graph_pool_handle(), None
+
+    def run():
+        nonlocal first
+        if heap:
+            first = torch.cuda.caching_allocator_alloc(heap, device)
+            torch.cuda.caching_allocator_delete(first)
+        return fn(*inputs)
+
     try:
-        with mode:
-            result = captured.capture(lambda: fn(*inputs), pool)
-        events = torch.cuda.memory._snapshot()["device_traces"][device.index]
+        with _events(device) as events, mode:
+            result = captured.capture(run, pool)
     except BaseException as error:
         # torch would leave the pool as if the capture went on.
         with contextlib.suppress(Exception):
@@ -239,9 +263,9 @@ def _record(fn, inputs, mode, device):
         if isinstance(error, CaptureError):
             raise RegionRefused(f"the capture failed: {error}") from error
         raise
-    finally:
-        torch.cuda.memory._record_memory_history(None)
     made = [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
+    # No tensor is as large as the heap.
+    made = [block for block in made if block != (first, heap)]
     segments = [(part["address"], part["total_size"]) for part in torch.cuda.memory.memory_snapshot(mempool_id=pool)]
     return captured.graph, result, made, segments
 
