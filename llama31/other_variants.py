@@ -50,14 +50,18 @@ def in_fp4(state: State, capture):
 @variant(
     "graph_parameterized",
     kind="graph",
-    help="forward and backward of each layer as graphs without a pool, launched on the memory of the eager step",
+    help="forward and backward of each layer and of the head as graphs without a pool, on the memory of the eager step",
     graphs=None,
     parity="bitwise",
     builds=("torch_bf16",),
 )
 def parameterized(state: State, capture):
-    functions, summed = _layers(state), [list(layer.parameters()) for layer in state.layers]
-    return Parameterized(state, eager_step, functions, "each layer", summed, capture=capture)
+    functions, modules = _layers(state), [*state.layers]
+    if state.head is not None:
+        functions.append((state.head, "forward"))
+        modules.append(state.head)
+    summed = [list(module.parameters()) for module in modules]
+    return Parameterized(state, eager_step, functions, "each layer and the head", summed, capture=capture)
 
 
 def _layers(state):

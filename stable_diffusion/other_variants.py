@@ -74,5 +74,9 @@ def reduce_overhead(state: State, capture):
 
 @variant("graph_parameterized", kind="graph", graphs=None, parity="bitwise")
 def parameterized(state: State, capture):
-    """Forward and backward of the UNet as graphs without a pool, launched on the memory of the eager step."""
-    return Parameterized(state, eager_step, [(state, "model")], "the UNet", capture=capture)
+    """Forward and backward of each block of the UNet as graphs without a pool, on the memory of the eager step.
+
+    As one region the UNet's backward pass would hold all activations until its end.
+    """
+    functions = [(block, "forward") for block in (*state.unet.blocks, *state.unet.transformers.values())]
+    return Parameterized(state, eager_step, functions, "each block of the UNet", capture=capture)

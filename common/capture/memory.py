@@ -1,5 +1,6 @@
 """Places of tensors: ranges of bytes, tensors over ranges, and outputs as places in an allocation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +86,9 @@ def describe(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def find(address: int, allocations: list[tuple[int, int]]) -> int:
-    """Return the index of the allocation (base, bytes) that holds a byte, -1 for none."""
-    for index, (base, size) in enumerate(allocations):
+def find(address: int, allocations: Sequence[tuple]) -> int:
+    """Return the index of the allocation (base, bytes and more) that holds a byte, -1 for none."""
+    for index, (base, size, *_) in enumerate(allocations):
         if base <= address < base + size:
             return index
     return -1

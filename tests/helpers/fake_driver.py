@@ -273,8 +273,6 @@ class FakeCaptures:
     def __init__(self, fake, monkeypatch, analysis, memory, seeds=False):
         self._fake, self._seeds = fake, seeds
         self.memory, self._nodes, self._events, self._segments, self.seed_addresses = [], [], [], [], []
-        # Addresses of memory that was only taken so that a pool has it.
-        self.freed_at_once = []
         pools = itertools.count(1)
         of_torch = {
             "graph_pool_handle": lambda: (0, next(pools)),
@@ -282,8 +280,6 @@ class FakeCaptures:
             "empty_cache": lambda: None,
             "stream": lambda stream: contextlib.nullcontext(),
             "current_stream": lambda device: SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None),
-            "caching_allocator_alloc": lambda size, device: self.new(size, torch.uint8).data_ptr(),
-            "caching_allocator_delete": lambda address: self.freed_at_once.append(address),
         }
         for name, function in of_torch.items():
             monkeypatch.setattr(torch.cuda, name, function)
@@ -296,8 +292,8 @@ class FakeCaptures:
         monkeypatch.setattr(analysis, "CudaGraph", self._cuda_graph)
         monkeypatch.setattr(memory, "bytes_at", lambda at, size, device: words_at(at, size, ctypes.c_ubyte))
 
-    def new(self, count, dtype=torch.float32):
-        self.memory.append(torch.zeros(count, dtype=dtype))
+    def new(self, count):
+        self.memory.append(torch.zeros(count))
         self._alloc(self.memory[-1])
         return self.memory[-1]
 
@@ -305,7 +301,7 @@ class FakeCaptures:
         self._nodes.append(node)
 
     def _alloc(self, tensor):
-        self._events.append({"action": "alloc", "addr": tensor.data_ptr(), "size": tensor.nbytes})
+        self._events.append({"action": "alloc", "addr": tensor.data_ptr(), "size": tensor.nbytes, "stream": 7})
 
     def _cuda_graph(self, static):
         """common.capture.pool.CudaGraph."""

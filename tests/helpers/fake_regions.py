@@ -1,5 +1,6 @@
 """Regions of a made-up GPU: two captures over memory of the host, compared and launched by the code for GPUs."""
 
+import math
 import struct
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import torch
 
 from common.capture import memory
 from common.capture.parameterized import analysis, gpu
+from common.capture.parameterized.arenas import Block
 from common.capture.parameterized.nodes import read_nodes
 from tests.helpers.fake_driver import words_at
 
@@ -41,9 +43,11 @@ class Pools:
             segment = torch.zeros(1 << 16, dtype=torch.uint8)
             copies = [memory.clone(tensor) for tensor in inputs]
             seeds = [torch.zeros(1, dtype=torch.int64) for _ in range(2 if increment else 0)]
-            pool = [(segment.data_ptr() + block[side], block[2]) for block in blocks]
+            pool = [Block(segment.data_ptr() + block[side], block[2], 0, math.inf, 7) for block in blocks]
             given = [(tensor.data_ptr(), tensor.nbytes) for tensor in (*copies, *seeds)]
-            handle = fake.add(*program(*([base for base, _ in part] for part in self._split(given, len(copies), pool))))
+            handle = fake.add(
+                *program(*([base for base, *_ in part] for part in self._split(given, len(copies), pool)))
+            )
             graph = SimpleNamespace(
                 raw_cuda_graph=lambda handle=handle: handle, reset=self._reset, keep=(segment, seeds)
             )

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +31,7 @@ class Captured:
         inputs: clones that it reads.
         given: (address, bytes) of the inputs, then of seed and offset where it draws random numbers.
         segments: (address, bytes) of its pool.
-        blocks: (address, requested bytes) of every tensor that it made there.
+        blocks: every tensor that it made there.
         outputs: results: a Place in an input or, behind these, in a block; anything but a tensor as it is.
     """
 
@@ -41,7 +40,7 @@ class Captured:
     inputs: list[torch.Tensor]
     given: list[tuple[int, int]]
     segments: list[tuple[int, int]]
-    blocks: list[tuple[int, int]]
+    blocks: list[arenas.Block]
     outputs: list[Any]
 
     def release(self) -> None:
@@ -81,7 +80,7 @@ class Analysis:
 
     def largest(self) -> int:
         """Return the bytes of the largest input or tensor in between."""
-        return max((size for _, size in (*self.first.given, *self.first.blocks)), default=0)
+        return max((int(item[1]) for item in (*self.first.given, *self.first.blocks)), default=0)
 
     def name(self, unexplained: list[words.Unexplained]) -> str:
         """Name the first few words by node, kernel and place."""
@@ -114,9 +113,9 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
     distinct = _Distinct(device)
     try:
         with torch.cuda.stream(side):
-            increment, written, most = _warm_up(fn, example_inputs, device)
-            for mode, heap in ((_Seen(), 2 * most), (distinct, 0)):
-                captures.append(_capture(fn, example_inputs, device, mode, heap, increment > 0))
+            increment, written = _warm_up(fn, example_inputs, device)
+            for mode in (_Seen(), distinct):
+                captures.append(_capture(fn, example_inputs, device, mode, increment > 0))
         return _compare(captures[0], captures[1], increment, written, list(distinct.read.values()))
     except BaseException:
         for captured in captures:
@@ -126,32 +125,18 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
         caller.wait_stream(side)
 
 
-def _warm_up(fn, example_inputs, device) -> tuple[int, list[int], int]:
-    """Run the region eagerly; the generator's increment, the inputs that were written, the most bytes it held."""
+def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
+    """Run the region eagerly; the generator's increment and the inputs that were written."""
     draws = random_state.generator(device)
     for _ in range(_NUM_WARM_UPS):
         inputs = [memory.clone(tensor) for tensor in example_inputs]
         versions = [tensor._version for tensor in inputs]
         before = draws.get_offset()
-        with _events(device) as events:
-            fn(*inputs)
+        fn(*inputs)
         increment = draws.get_offset() - before
     torch.cuda.synchronize(device)
     written = [index for index, tensor in enumerate(inputs) if tensor._version != versions[index]]
-    held = [event["size"] * {"alloc": 1, "free_completed": -1}.get(event["action"], 0) for event in events]
-    return increment, written, max(itertools.accumulate(held), default=0)
-
-
-@contextlib.contextmanager
-def _events(device):
-    """A list that has what torch's allocator did in this block, after it."""
-    events: list[dict[str, Any]] = []
-    torch.cuda.memory._record_memory_history("all", context=None)
-    try:
-        yield events
-        events += torch.cuda.memory._snapshot()["device_traces"][device.index]
-    finally:
-        torch.cuda.memory._record_memory_history(None)
+    return increment, written
 
 
 class _Seen(TorchDispatchMode):
@@ -197,13 +182,13 @@ class _Distinct(TorchDispatchMode):
         self.read = {key: s for key, s in self.read.items() if s.nbytes() and memory.find(s.data_ptr(), known) < 0}
 
 
-def _capture(fn, example_inputs, device, mode, heap: int, draws: bool) -> Captured:
+def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     inputs = [memory.clone(tensor) for tensor in example_inputs]
     gc.collect()
     # With a state of its own, seed and offset of the two captures have different addresses.
     with new_workspaces(), random_state.aside(device):
-        graph, result, made, segments = _record(fn, inputs, mode, device, heap)
-    blocks = [block for block in made if memory.find(block[0], segments) >= 0]
+        graph, result, made, segments = _record(fn, inputs, mode, device)
+    blocks = [block for block in made if memory.find(block.address, segments) >= 0]
     given = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs]
     if isinstance(mode, _Distinct):
         mode.keep_outside(given + segments)
@@ -213,7 +198,7 @@ def _capture(fn, example_inputs, device, mode, heap: int, draws: bool) -> Captur
     parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
     check_none_kept(sum(block["state"] == "active_allocated" for part in parts for block in part["blocks"]))
     # Some versions of torch make seed and offset for every capture, others where one draws.
-    seeds = [(a, size) for a, size in made if size == _SEED_BYTES and memory.find(a, segments) < 0]
+    seeds = [block[:2] for block in made if block.size == _SEED_BYTES and memory.find(block.address, segments) < 0]
     if draws and len(seeds) != 2:
         raise RegionRefused("random numbers are drawn from another state of a generator than torch's own")
     given += seeds if draws else []
@@ -238,23 +223,14 @@ def _place(index, leaf, device, given, blocks):
     return memory.Place(owner, address - (given + blocks)[owner][0], memory.describe(leaf))
 
 
-def _record(fn, inputs, mode, device, heap):
-    """Capture fn; the graph, what fn returned, (address, bytes) of what was allocated and of the pool's segments.
-
-    heap: bytes of a first segment of the pool. In one the allocator puts tensors closer than in many of their sizes.
-    """
-    captured, pool, first = CudaGraph(()), torch.cuda.graph_pool_handle(), None
-
-    def run():
-        nonlocal first
-        if heap:
-            first = torch.cuda.caching_allocator_alloc(heap, device)
-            torch.cuda.caching_allocator_delete(first)
-        return fn(*inputs)
-
+def _record(fn, inputs, mode, device):
+    """Capture fn; the graph, what fn returned, what was allocated, and (address, bytes) of the pool's segments."""
+    captured, pool = CudaGraph(()), torch.cuda.graph_pool_handle()
+    torch.cuda.memory._record_memory_history("all", context=None)
     try:
-        with _events(device) as events, mode:
-            result = captured.capture(run, pool)
+        with mode:
+            result = captured.capture(lambda: fn(*inputs), pool)
+        events = torch.cuda.memory._snapshot()["device_traces"][device.index]
     except BaseException as error:
         # torch would leave the pool as if the capture went on.
         with contextlib.suppress(Exception):
@@ -263,22 +239,21 @@ def _record(fn, inputs, mode, device, heap):
         if isinstance(error, CaptureError):
             raise RegionRefused(f"the capture failed: {error}") from error
         raise
-    made = [(event["addr"], event["size"]) for event in events if event["action"] == "alloc"]
-    # No tensor is as large as the heap.
-    made = [block for block in made if block != (first, heap)]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
     segments = [(part["address"], part["total_size"]) for part in torch.cuda.memory.memory_snapshot(mempool_id=pool)]
-    return captured.graph, result, made, segments
+    return captured.graph, result, arenas.read(events), segments
 
 
 def _compare(first, second, increment, written, read) -> Analysis:
     check_alike(first.nodes, second.nodes)
-    if [size for _, size in first.blocks] != [size for _, size in second.blocks]:
+    if [block.size for block in first.blocks] != [block.size for block in second.blocks]:
         raise RegionRefused("two captures allocate different tensors")
     chunks, blob = words.layout([node.parameters for node in first.nodes])
     _, other = words.layout([node.parameters for node in second.nodes])
     # The n-th tensor of one capture is the n-th of the other, wherever their allocators put it.
     given, blocks = (
-        [arenas.Block(a, b, size) for (a, size), (b, _) in zip(*both, strict=True)]
+        [(a, b, size) for (a, size, *_), (b, *_) in zip(*both, strict=True)]
         for both in ((first.given, second.given), (first.blocks, second.blocks))
     )
     slots, unexplained = words.explain(chunks, (blob, other), given + blocks, driver.memory_type)
@@ -286,7 +261,8 @@ def _compare(first, second, increment, written, read) -> Analysis:
     second.release()
     num_inputs = len(first.inputs)
     in_pool = [p for p in first.outputs if isinstance(p, memory.Place) and p.allocation >= num_inputs]
-    plan = arenas.plan(first.segments, blocks, {place.allocation - num_inputs for place in in_pool})
+    others = [block.address for block in second.blocks]
+    plan = arenas.plan(first.blocks, others, {place.allocation - num_inputs for place in in_pool})
     results = [
         replace(p, allocation=num_inputs + plan.results[p.allocation - num_inputs]) if p in in_pool else p
         for p in first.outputs

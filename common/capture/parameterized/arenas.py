@@ -1,26 +1,42 @@
 """How a region's memory is taken from the allocator: a result by itself, so that its owner frees it by itself.
 
-A capture's pool gives the same bytes to several tensors, one after the other. A tensor that the region returns becomes
-an allocation of its own. The others stay as they lie in the pool: those of a segment share one allocation, which is
-free again once the launch is queued.
+All other tensors of a launch share one allocation, which is free again once the launch is queued. Two have the same
+bytes where the capture had freed one before it made the other on the same stream.
 """
 
-from typing import NamedTuple
+import math
+from collections import defaultdict
+from typing import Any, NamedTuple
 
 _ROUND = 512
 
 
 class Block(NamedTuple):
-    """A tensor of the pools: its address in the first and in the second capture, and the bytes that were requested."""
+    """A tensor that a capture made: its address and the bytes that were requested.
+
+    born, freed: when it was made and freed, in events of the allocator. stream: on which.
+    """
 
     address: int
-    other: int
     size: int
+    born: float
+    freed: float
+    stream: int
 
-    def is_mistakable(self, block: "Block") -> bool:
-        """Return whether an address in both captures may be one of either block."""
-        overlap = self.address < block.address + block.size and block.address < self.address + self.size
-        return overlap and self.address - block.address == self.other - block.other
+
+def read(events: list[dict[str, Any]]) -> list[Block]:
+    """Return the tensors that were made in a trace of torch's allocator."""
+    made: list[Block] = []
+    alive: dict[int, int] = {}
+    for now, event in enumerate(events):
+        address = event["addr"]
+        if event["action"] == "alloc":
+            alive[address] = len(made)
+            made.append(Block(address, event["size"], now, math.inf, event["stream"]))
+        elif event["action"] == "free_completed" and address in alive:
+            index = alive.pop(address)
+            made[index] = made[index]._replace(freed=now)
+    return made
 
 
 class Plan(NamedTuple):
@@ -36,41 +52,71 @@ class Plan(NamedTuple):
     copies: list[tuple[int, int, int]]
 
 
-def plan(segments: list[tuple[int, int]], blocks: list[Block], results: set[int]) -> Plan:
+def plan(blocks: list[Block], others: list[int], results: set[int]) -> Plan:
     """Give each block that a capture ever makes a place.
 
-    segments: (address, bytes) of the first capture's pool. results: indices of the blocks that hold results. A result
-    is copied where a temporary tensor had the same bytes in both captures: its block cannot be told from that one.
+    others: addresses of the blocks in another capture. results: indices of those that hold results. A result is copied
+    where a temporary tensor had the same bytes in both captures: no address tells its block from that one.
     """
     made = Plan([], [(-1, 0)] * len(blocks), {}, [])
-    shared = {a for a in results if any(blocks[a].is_mistakable(b) for i, b in enumerate(blocks) if i != a)}
-    for index in sorted(results - shared):
-        made.places[index], made.results[index] = (len(made.sizes), 0), len(made.sizes)
-        made.sizes.append(blocks[index].size)
-    for start, size in segments:
-        inside = [i for i, b in enumerate(blocks) if i not in made.results and start <= b.address < start + size]
-        used = 0
-        for first, end in merge([(blocks[index].address, blocks[index].size) for index in inside]):
-            for index in inside:
-                if first <= blocks[index].address < end:
-                    made.places[index] = len(made.sizes), used + blocks[index].address - first
-            used += end - first
-        if inside:
-            made.sizes.append(used)
-    for index in sorted(shared):
+    packed = []
+    for unit in _units(blocks, others):
+        if len(unit) == 1 and unit[0] in results:
+            made.places[unit[0]], made.results[unit[0]] = (len(made.sizes), 0), len(made.sizes)
+            made.sizes.append(blocks[unit[0]].size)
+        else:
+            packed.append(unit)
+    shared, total = len(made.sizes), 0
+    for unit, start in _pack(packed, blocks):
+        first = min(blocks[index].address for index in unit)
+        for index in unit:
+            offset = start + blocks[index].address - first
+            made.places[index] = shared, offset
+            total = max(total, offset + _rounded(blocks[index].size))
+    made.sizes.extend([total] if packed else [])
+    for index in sorted(results - made.results.keys()):
         made.copies.append((len(made.sizes), *made.places[index]))
         made.results[index] = len(made.sizes)
         made.sizes.append(blocks[index].size)
     return made
 
 
-def merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(start, end), sorted, of (address, bytes), rounded up like the allocator does; overlapping ones joined."""
-    merged: list[list[int]] = []
-    for start, size in sorted(ranges):
-        end = start + -(-max(size, 1) // _ROUND) * _ROUND
-        if merged and start < merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return [(start, end) for start, end in merged]
+def _units(blocks, others) -> list[list[int]]:
+    """Indices of blocks that keep their distances: an address in both captures may be one of any of a unit's."""
+    by_shift = defaultdict(list)
+    for index, (block, other) in enumerate(zip(blocks, others, strict=True)):
+        by_shift[block.address - other].append(index)
+    units: list[list[int]] = []
+    for alike in by_shift.values():
+        end = 0
+        for index in sorted(alike, key=lambda index: blocks[index].address):
+            if blocks[index].address >= end:
+                units.append([])
+            units[-1].append(index)
+            end = max(end, blocks[index].address + blocks[index].size)
+    return units
+
+
+def _pack(units, blocks):
+    """Each unit and where it begins: the largest first, at the lowest bytes that are free while it is alive."""
+    spans = []
+    for unit in units:
+        own = [blocks[index] for index in unit]
+        size = max(block.address + _rounded(block.size) for block in own) - min(block.address for block in own)
+        streams = {block.stream for block in own}
+        spans.append((size, min(block.born for block in own), max(block.freed for block in own), streams, unit))
+    placed: list[tuple[int, int, float, float, set[int]]] = []
+    for size, born, freed, streams, unit in sorted(spans, key=lambda span: -span[0]):
+        start = 0
+        for first, end, made, gone, others in sorted(placed, key=lambda place: place[:2]):
+            if (gone <= born or freed <= made) and len(streams | others) == 1:
+                continue
+            if first - start >= size:
+                break
+            start = max(start, end)
+        placed.append((start, start + size, born, freed, streams))
+        yield unit, start
+
+
+def _rounded(size):
+    return -(-max(size, 1) // _ROUND) * _ROUND

@@ -1,41 +1,94 @@
 """common/capture/parameterized/arenas: where each tensor of a pool goes in a launch."""
 
-from common.capture.parameterized.arenas import Block, merge, plan
+import math
+import random
+
+from common.capture.parameterized.arenas import Block, plan, read
 
 A, B = 0x7F00_0000_0000, 0x7F80_0000_0000
+KEPT = math.inf
 
 
-def blocks(*ranges):
-    """(offset in the first pool, offset in the second, bytes) of each."""
-    return [Block(A + first, B + second, size) for first, second, size in ranges]
+def made(results, *tensors):
+    """The plan for tensors (offset in the first pool, in the second, bytes, made, freed) and perhaps another stream."""
+    blocks = [Block(A + first, size, *life, *([7] if len(life) == 2 else [])) for first, _, size, *life in tensors]
+    return plan(blocks, [B + second for _, second, *_ in tensors], results)
 
 
-def test_ranges_that_overlap_are_one_part_and_those_that_touch_are_two():
-    assert merge([(1024, 512), (0, 1024), (512, 100)]) == [(0, 1024), (1024, 1536)]
-    assert merge([(0, 513), (1024, 1), (1536, 0)]) == [(0, 1024), (1024, 1536), (1536, 2048)]
+def event(action, address, size=512, stream=7):
+    return {"action": action, "addr": address, "size": size, "stream": stream}
 
 
-def test_a_result_gets_an_arena_of_its_own_and_the_rest_of_a_segment_shares_one():
-    made = plan([(A, 1 << 21)], blocks((0, 0, 1024), (1024, 1024, 500), (1536, 1536, 512), (4096, 4096, 512)), {1})
-    assert made.sizes == [500, 2048]
-    assert made.places == [(1, 0), (0, 0), (1, 1024), (1, 1536)]
-    assert (made.results, made.copies) == ({1: 0}, [])
+def test_a_trace_tells_when_each_tensor_was_made_and_freed():
+    events = [
+        event("segment_alloc", A, 1 << 21),
+        event("alloc", A, 100),
+        event("free_requested", A, 100),
+        event("free_completed", A, 100),
+        event("alloc", A, 30, stream=9),
+        event("free_completed", B),
+        event("alloc", A + 512),
+    ]
+    assert read(events) == [Block(A, 100, 1, 3, 7), Block(A, 30, 4, KEPT, 9), Block(A + 512, 512, 6, KEPT, 7)]
+
+
+def test_a_result_gets_an_arena_of_its_own_and_the_rest_shares_one():
+    plan = made({1}, (0, 0, 1024, 0, 9), (1024, 2048, 500, 1, KEPT), (1536, 4096, 512, 2, 9), (4096, 8192, 512, 3, 9))
+    assert plan.sizes == [500, 2048]
+    assert plan.places == [(1, 0), (0, 0), (1, 1024), (1, 1536)]
+    assert (plan.results, plan.copies) == ({1: 0}, [])
+
+
+def test_tensors_share_bytes_where_one_was_freed_before_the_other_was_made_on_its_stream():
+    far = 1 << 30
+    in_turn = (0, 0, 1000, 0, 1), (far, far + 512, 600, 1, 2)
+    assert made(set(), *in_turn).places == [(0, 0), (0, 0)] and made(set(), *in_turn).sizes == [1024]
+    together = (0, 0, 1000, 0, 2), (far, far + 512, 600, 1, 2)
+    assert made(set(), *together).places == [(0, 0), (0, 1024)] and made(set(), *together).sizes == [2048]
+    on_two_streams = (0, 0, 1000, 0, 1, 7), (far, far + 512, 600, 1, 2, 9)
+    assert made(set(), *on_two_streams).places == [(0, 0), (0, 1024)]
+
+
+def test_a_hole_is_filled_by_what_fits():
+    # A large one for all the time, two in turn beside it, a small one beside the second.
+    tensors = [(0, 0, 4096, 0, 9), (1 << 20, 1 << 21, 2048, 1, 2), (1 << 22, 1 << 23, 512, 3, 9), (8, 9, 1024, 3, 4)]
+    assert made(set(), *tensors).places == [(0, 0), (0, 4096), (0, 4096 + 1024), (0, 4096)]
+    assert made(set(), *tensors).sizes == [4096 + 2048]
 
 
 def test_a_result_in_bytes_of_an_earlier_tensor_leaves_those_where_the_second_capture_had_it_elsewhere():
-    made = plan([(A, 1 << 21)], blocks((0, 0, 4096), (512, 8192, 512)), {1})
-    assert (made.sizes, made.places) == ([512, 4096], [(1, 0), (0, 0)])
+    plan = made({1}, (0, 0, 4096, 0, 1), (512, 8192, 512, 2, KEPT))
+    assert (plan.sizes, plan.places) == ([512, 4096], [(1, 0), (0, 0)])
 
 
 def test_a_result_that_cannot_be_told_from_an_earlier_tensor_is_copied_out_of_its_bytes():
-    made = plan([(A, 1 << 21)], blocks((0, 0, 4096), (512, 512, 500), (512, 512, 500)), {2})
-    assert made.sizes == [4096, 500]
-    assert made.places == [(0, 0), (0, 512), (0, 512)]
-    assert (made.results, made.copies) == ({2: 1}, [(1, 0, 512)])
+    plan = made({2}, (0, 0, 4096, 0, 1), (512, 512, 500, 2, 3), (512, 512, 500, 4, KEPT))
+    assert plan.sizes == [4096, 500]
+    assert plan.places == [(0, 0), (0, 512), (0, 512)]
+    assert (plan.results, plan.copies) == ({2: 1}, [(1, 0, 512)])
 
 
-def test_tensors_in_turn_share_bytes_and_segments_have_arenas_of_their_own():
-    far = 1 << 30
-    made = plan([(A + far, 1 << 21), (A, 1 << 21)], blocks((512, 512, 512), (far, far, 512), (512, 512, 100)), set())
-    assert made.places == [(1, 0), (0, 0), (1, 0)]
-    assert made.sizes == [512, 512]
+def test_a_chain_of_tensors_that_cannot_be_told_apart_keeps_its_distances():
+    """The first and the last have no byte in common, each has some of the one between."""
+    plan = made(set(), (0, 0, 1024, 0, 1), (512, 512, 1024, 2, 3), (1024, 1024, 1024, 4, 5), (9999, 0, 512, 6, 7))
+    assert plan.places == [(0, 0), (0, 512), (0, 1024), (0, 0)] and plan.sizes == [2048]
+
+
+def test_no_two_tensors_that_are_alive_together_ever_share_a_byte():
+    draw = random.Random(0)
+    for _ in range(100):
+        tensors, at = [], 0
+        for index in range(draw.randrange(1, 30)):
+            born = draw.randrange(20)
+            size, freed = draw.randrange(1, 5000), draw.choice([KEPT, born + draw.randrange(1, 9)])
+            tensors.append((at, 2 * at + index, size, born, freed, draw.choice([7, 7, 9])))
+            at += size + 512
+        plan = made(set(), *tensors)
+        (total,) = plan.sizes
+        for one, (_, start) in enumerate(plan.places):
+            *_, size, born, freed, stream = tensors[one]
+            assert start % 512 == 0 and start + size <= total
+            for other, (_, begin) in enumerate(plan.places[:one]):
+                *_, extent, made_at, gone, lane = tensors[other]
+                if stream != lane or (born < gone and made_at < freed):
+                    assert start + size <= begin or begin + extent <= start
