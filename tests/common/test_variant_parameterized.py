@@ -41,8 +41,8 @@ def llama2_lora_state(precision="bf16"):
     return State(config, CPU, kind)
 
 
-# Model: (makes a state, graphs, launches a step). Llama 3.1 launches its head too. Layers with the same shapes share their graphs; below Llama 2's
-# first layer nothing needs a gradient, so its graphs are its own.
+# Model: (makes a state, graphs, launches a step). Llama 3.1 launches its head, too. Layers with the same shapes share
+# their graphs; below Llama 2's first layer nothing needs a gradient, so its graphs are its own.
 MODELS = {
     "gpt3": (gpt3_state, {"forward", "backward"}, 8),
     "llama31": (llama31_state, {"forward", "backward"}, 12),

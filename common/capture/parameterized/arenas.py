@@ -23,6 +23,10 @@ class Block(NamedTuple):
     freed: float
     stream: int
 
+    def is_beside(self, other: "Block") -> bool:
+        """Return whether both may be alive at one time."""
+        return self.stream != other.stream or (self.born < other.freed and other.born < self.freed)
+
 
 def read(events: list[dict[str, Any]]) -> list[Block]:
     """Return the tensors that were made in a trace of torch's allocator."""
@@ -98,23 +102,21 @@ def _units(blocks, others) -> list[list[int]]:
 
 
 def _pack(units, blocks):
-    """Each unit and where it begins: the largest first, at the lowest bytes that are free while it is alive."""
+    """Each unit and where it begins: the largest first, at the lowest bytes that are free while one of it is alive."""
     spans = []
     for unit in units:
         own = [blocks[index] for index in unit]
         size = max(block.address + _rounded(block.size) for block in own) - min(block.address for block in own)
-        streams = {block.stream for block in own}
-        spans.append((size, min(block.born for block in own), max(block.freed for block in own), streams, unit))
-    placed: list[tuple[int, int, float, float, set[int]]] = []
-    for size, born, freed, streams, unit in sorted(spans, key=lambda span: -span[0]):
+        spans.append((size, own, unit))
+    placed: list[tuple[int, int, list[Block]]] = []
+    for size, own, unit in sorted(spans, key=lambda span: -span[0]):
         start = 0
-        for first, end, made, gone, others in sorted(placed, key=lambda place: place[:2]):
-            if (gone <= born or freed <= made) and len(streams | others) == 1:
-                continue
-            if first - start >= size:
-                break
-            start = max(start, end)
-        placed.append((start, start + size, born, freed, streams))
+        for first, end, others in sorted(placed, key=lambda place: place[:2]):
+            if any(one.is_beside(other) for one in own for other in others):
+                if first - start >= size:
+                    break
+                start = max(start, end)
+        placed.append((start, start + size, own))
         yield unit, start
 
 

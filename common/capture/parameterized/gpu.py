@@ -108,7 +108,10 @@ class GpuRegion:
             self.num_patched += changed
 
     def _patched(self, bases) -> tuple[Executable, int]:
-        """The executable for the fixed addresses among those of a launch, and the number of its nodes that changed."""
+        """The executable for the fixed addresses among those of a launch, and the number of its nodes that changed.
+
+        In one that is made for this launch none did.
+        """
         key = tuple([bases[index] for index in self.fixed])
         executable = self._executables.get(key)
         if executable is None and (() in self._executables or len(self._executables) == _MAX_EXECUTABLES):
@@ -117,11 +120,11 @@ class GpuRegion:
         if executable is not None:
             return executable, executable.patch(bases)
         executable, free = self._make(), torch.cuda.mem_get_info(self.device)[0]
-        changed = executable.patch(bases)
+        executable.patch(bases)
         self._executables[key] = executable
         self.report["executables"] += 1
         self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
-        return executable, changed
+        return executable, 0
 
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
         """Write other values in the place of words that are no address, in the only executable."""

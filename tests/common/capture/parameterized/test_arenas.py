@@ -74,6 +74,11 @@ def test_a_chain_of_tensors_that_cannot_be_told_apart_keeps_its_distances():
     assert plan.places == [(0, 0), (0, 512), (0, 1024), (0, 0)] and plan.sizes == [2048]
 
 
+def test_others_have_the_bytes_of_tensors_that_cannot_be_told_apart_while_none_of_them_is_alive():
+    plan = made(set(), (0, 0, 1024, 0, 1), (0, 0, 1024, 4, 5), (1 << 20, 0, 512, 2, 3), (1 << 21, 0, 512, 2, 5))
+    assert plan.places == [(0, 0), (0, 0), (0, 0), (0, 1024)] and plan.sizes == [1536]
+
+
 def test_no_two_tensors_that_are_alive_together_ever_share_a_byte():
     draw = random.Random(0)
     for _ in range(100):
