@@ -70,14 +70,11 @@ def plan(blocks: list[Block], others: list[int], results: set[int]) -> Plan:
             made.sizes.append(blocks[unit[0]].size)
         else:
             packed.append(unit)
-    shared, total = len(made.sizes), 0
-    for unit, start in _pack(packed, blocks):
-        first = min(blocks[index].address for index in unit)
-        for index in unit:
-            offset = start + blocks[index].address - first
-            made.places[index] = shared, offset
-            total = max(total, offset + _rounded(blocks[index].size))
-    made.sizes.extend([total] if packed else [])
+    places = dict(_pack(packed, blocks))
+    for index, start in places.items():
+        made.places[index] = len(made.sizes), start
+    if places:
+        made.sizes.append(max(start + _rounded(blocks[index].size) for index, start in places.items()))
     for index in sorted(results - made.results.keys()):
         made.copies.append((len(made.sizes), *made.places[index]))
         made.results[index] = len(made.sizes)
@@ -102,22 +99,28 @@ def _units(blocks, others) -> list[list[int]]:
 
 
 def _pack(units, blocks):
-    """Each unit and where it begins: the largest first, at the lowest bytes that are free while one of it is alive."""
-    spans = []
-    for unit in units:
-        own = [blocks[index] for index in unit]
-        size = max(block.address + _rounded(block.size) for block in own) - min(block.address for block in own)
-        spans.append((size, own, unit))
-    placed: list[tuple[int, int, list[Block]]] = []
-    for size, own, unit in sorted(spans, key=lambda span: -span[0]):
+    """Each block and where it begins: the largest unit first, at the lowest bytes that are free while it is alive."""
+    placed: list[tuple[int, int]] = []
+    for unit in sorted(units, key=lambda unit: -_extent([blocks[index] for index in unit])):
+        first = min(blocks[index].address for index in unit)
+        # A unit that begins between two such numbers has a block over one that is placed.
+        barred = sorted(
+            (at - (one.address - first) - _rounded(one.size), at - (one.address - first) + _rounded(blocks[other].size))
+            for one in (blocks[index] for index in unit)
+            for other, at in placed
+            if one.is_beside(blocks[other])
+        )
         start = 0
-        for first, end, others in sorted(placed, key=lambda place: place[:2]):
-            if any(one.is_beside(other) for one in own for other in others):
-                if first - start >= size:
-                    break
-                start = max(start, end)
-        placed.append((start, start + size, own))
-        yield unit, start
+        for below, above in barred:
+            if start <= below:
+                break
+            start = max(start, above)
+        placed += [(index, start + blocks[index].address - first) for index in unit]
+    return placed
+
+
+def _extent(unit):
+    return max(block.address + block.size for block in unit) - min(block.address for block in unit)
 
 
 def _rounded(size):
