@@ -185,9 +185,6 @@ class FakeDriver:
         self.executables[executable] = {node: self.nodes[node] for node in self.graphs[graph]}
         return (executable,)
 
-    def _cuCtxGetCurrent(self):
-        return (77,)
-
     def _read(self, node, params):
         """A node with the parameters that it is given."""
         kind, *rest = node
@@ -197,18 +194,11 @@ class FakeDriver:
         return (kind, ctypes.string_at(params.getPtr(), len(rest[0])))
 
     def _set_in_graph(self, node, params):
+        self.set.append(node)
         self.nodes[node] = self._read(self.nodes[node], params)
         return ()
 
-    def _set_in_executable(self, executable, node, params, context=77):
-        assert context == 77
-        self.set.append((executable, node))
-        self.executables[executable][node] = self._read(self.executables[executable][node], params)
-        return ()
-
     _cuGraphKernelNodeSetParams = _cuGraphMemsetNodeSetParams = _cuGraphMemcpyNodeSetParams = _set_in_graph
-    _cuGraphExecKernelNodeSetParams = _cuGraphExecMemsetNodeSetParams = _set_in_executable
-    _cuGraphExecMemcpyNodeSetParams = _set_in_executable
 
     def _cuGraphExecDestroy(self, executable):
         self.destroyed.append(executable)

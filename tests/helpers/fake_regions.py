@@ -65,9 +65,8 @@ class Pools:
     def _reset(self):
         self.num_released += 1
 
-    def region(self, fn=None, fixed=()):
+    def region(self, fn=None):
         made = gpu.GpuRegion(fn, self.analysis, CPU)
-        made.fixed = list(fixed)
         return made
 
 

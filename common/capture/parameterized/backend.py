@@ -4,12 +4,11 @@
     model = torch.compile(model, backend="parameterized")
 
 Operators stay eager's, forward and backward. A graph that cannot be launched so runs eagerly; a `collecting` block
-lists all with the reason. Each set of parameters has an executable graph of its own.
+lists all with the reason.
 """
 
 import contextlib
 import operator
-import weakref
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -55,14 +54,14 @@ class Region:
             row |= self.captured.report | {name.removeprefix("num_"): count for name, count in self.counts().items()}
         return row
 
-    def capture(self, fn, inputs: list[torch.Tensor], fixed: Collection[int], unwritten: Collection[int] = ()) -> None:
+    def capture(self, fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()) -> None:
         """Capture `fn`, as `region.capture` does. Whatever fails leaves the region eager, with the reason.
 
         CaptureError where this thread captures something already.
         """
         self.captured = None
         try:
-            self.captured = capture(fn, inputs, fixed, unwritten)
+            self.captured = capture(fn, inputs, unwritten)
         except Exception as error:
             if type(error) is CaptureError:
                 raise
@@ -92,7 +91,7 @@ class Region:
             self.captured.release()
 
     def counts(self) -> dict[str, Any]:
-        """Return num_launches of the capture, num_patched nodes in them, and patch_s, the host's seconds for that."""
+        """Return num_launches of the capture, num_patched nodes with other addresses, and patch_s, host time for it."""
         return {name: getattr(self.captured, name, 0) for name in ("num_launches", "num_patched", "patch_s")}
 
     @property
@@ -150,8 +149,6 @@ def collecting(regions: Regions):
 _collectors: list[Regions] = []
 # Regions of each direction that were made.
 _num_made: Counter[str] = Counter()
-# Storages that forward regions know to stay: parameters and buffers. Backward regions look for them by address.
-_lasting: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
 
 
 @register_backend(name="parameterized")
@@ -187,13 +184,9 @@ class _Compiled:
     """One graph, captured at its first call."""
 
     def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, summed: dict[int, int]):
-        self._graph, self._summed, self._adds = graph, summed, False
+        self._graph, self._summed, self._adds, self._is_backward = graph, summed, False, direction == "backward"
         self.region = Region(f"{direction} {_num_made[direction]}")
         _num_made[direction] += 1
-        context = torch._guards.TracingContext.try_get()
-        metadata = context.fw_metadata if context is not None and direction != "backward" else None
-        # Parameters and buffers.
-        self._lasting = metadata.static_input_indices if metadata is not None else []
         self._written = find_input_mutations(graph.graph)
         self._reason = _reason_against(graph, inputs)
 
@@ -201,13 +194,10 @@ class _Compiled:
         region = self.region
         if _collectors:
             _collect(region)
-        if self._lasting and (region.state == "waiting" or inputs[self._lasting[0]].data_ptr() not in _lasting):
-            # The first call, or the first one with another layer's parameters.
-            lasting = {index: inputs[index] for index in self._lasting}
-            _lasting.update({tensor.data_ptr(): tensor for tensor in lasting.values()})
-            self._summed.update(sums.places(lasting))
-        elif self._summed and not self._lasting:
+        if self._is_backward and self._summed:
             inputs += self._totals(inputs)
+        elif region.state == "waiting" and not self._reason:
+            self._summed.update(sums.places(inputs))
         if region.state == "waiting":
             self._capture(inputs)
         if region.state == "parameterized":
@@ -223,7 +213,6 @@ class _Compiled:
         if totals and not self._adds and self.region.state == "waiting":
             self._graph, self._adds = sums.adding(self._graph, self._summed), True
             self._written |= set(range(len(inputs), len(inputs) + len(totals)))
-            _lasting.update({total.data_ptr(): total for total in totals})
         if self._adds and not totals:
             raise CaptureError("a backward region adds gradients of a layer that is not entered")
         return totals if self._adds else ()
@@ -233,8 +222,7 @@ class _Compiled:
         if reason:
             self.region.stop(reason)
             return
-        fixed = [index for index, tensor in enumerate(inputs) if _lasting.get(tensor.data_ptr()) is not None]
-        self.region.capture(self._graph, [_plain(tensor) for tensor in inputs], fixed, unwritten(self._graph))
+        self.region.capture(self._graph, [_plain(tensor) for tensor in inputs], unwritten(self._graph))
 
 
 def _plain(tensor):

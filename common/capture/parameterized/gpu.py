@@ -1,6 +1,5 @@
-"""A region on a GPU: an executable for each set of fixed addresses, launched on any memory."""
+"""A region on a GPU: an executable for each set of addresses, made when a launch first has them."""
 
-import functools
 import threading
 import time
 import weakref
@@ -14,9 +13,9 @@ from common.capture.checks import CaptureError
 from common.capture.host_graph_memory import held_outside
 from common.capture.parameterized import driver, random_state, words
 from common.capture.parameterized.analysis import Analysis
-from common.capture.parameterized.nodes import Executable
+from common.capture.parameterized.nodes import Parameters
 
-# More sets of fixed addresses take turns: then nearly all nodes of a launch get new addresses.
+# Of a region. Where more sets of addresses take turns, the one that was launched longest ago is made again.
 _MAX_EXECUTABLES = 128
 # Of all regions: a launch reads the generator's offset and moves it.
 _launching = threading.Lock()
@@ -26,14 +25,12 @@ class GpuRegion:
     """A captured region that is launched on any inputs.
 
     It holds fn, and the tensors that a capture read besides its inputs, until `release`: the graph has their addresses.
-    analysis: the comparison of two captures; the first one is alive. fixed: indices of inputs that come at few
-    addresses, such as parameters of layers.
+    analysis: the comparison of two captures; the first one is alive.
     """
 
     def __init__(self, fn, analysis: Analysis, device: torch.device):
         first, plan = analysis.first, analysis.plan
         self.device = device
-        self.fixed: list[int] = []
         self.written = analysis.written
         self._fn = fn
         self._read = [(storage, storage.data_ptr()) for storage in analysis.read]
@@ -41,10 +38,11 @@ class GpuRegion:
         self._sizes, self._copies = plan.sizes, plan.copies
         self._increment = analysis.increment
         self._results = analysis.results
-        graph = driver.Graph(first.graph.raw_cuda_graph(), [node.handle for node in first.nodes])
-        self._make = functools.partial(Executable, graph, first.nodes, analysis.chunks, analysis.blob, analysis.slots)
-        self._executables: dict[tuple[int, ...], Executable] = {}
-        self._free = weakref.finalize(self, graph.destroy)
+        self._graph = driver.Graph(first.graph.raw_cuda_graph(), [node.handle for node in first.nodes])
+        self._parameters = Parameters(self._graph, first.nodes, analysis.chunks, analysis.blob, analysis.slots)
+        # By addresses, in the order of their last launch.
+        self._executables: dict[tuple[int, ...], Any] = {}
+        self._free = weakref.finalize(self, self._graph.destroy)
         self._free.atexit = False
         self.num_launches, self.num_patched, self.patch_s = 0, 0, 0.0
         self.report: dict[str, Any] = {
@@ -90,46 +88,34 @@ class GpuRegion:
             return [self._result(place, inputs, arenas) for place in self._results], arenas
 
     def _launch(self, inputs, arenas):
-        """Set the addresses that moved and launch, or leave executables and generator as they were."""
+        """Launch an executable with these addresses, or leave the generator as it was."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with _launching, random_state.drawn(self.device, self._increment) as seeds:
             bases = [tensor.data_ptr() for tensor in (*inputs, *seeds, *arenas)]
-            start = time.perf_counter()
-            try:
-                executable, changed = self._patched(bases)
-                if changed:
-                    self.patch_s += time.perf_counter() - start
-                driver.launch(executable.handle, stream)
-            except BaseException:
-                # They may hold some of the new addresses.
-                self._executables.clear()
-                raise
+            key = tuple(bases)
+            executable = self._executables.pop(key, None) or self._made(bases)
+            self._executables[key] = executable
+            driver.launch(executable, stream)
             self.num_launches += 1
-            self.num_patched += changed
 
-    def _patched(self, bases) -> tuple[Executable, int]:
-        """The executable for the fixed addresses among those of a launch, and the number of its nodes that changed.
-
-        In one that is made for this launch none did.
-        """
-        key = tuple([bases[index] for index in self.fixed])
-        executable = self._executables.get(key)
-        if executable is None and (() in self._executables or len(self._executables) == _MAX_EXECUTABLES):
-            # That of the first launches, or the oldest: all its addresses change.
-            executable = self._executables[key] = self._executables.pop(next(iter(self._executables)))
-        if executable is not None:
-            return executable, executable.patch(bases)
-        executable, free = self._make(), torch.cuda.mem_get_info(self.device)[0]
-        executable.patch(bases)
-        self._executables[key] = executable
+    def _made(self, bases):
+        """A new executable; the memory that the driver takes for it is counted while there may be more of them."""
+        start, is_full = time.perf_counter(), len(self._executables) == _MAX_EXECUTABLES
+        if is_full:
+            self._graph.drop(self._executables.pop(next(iter(self._executables))))
+        free = 0 if is_full else torch.cuda.mem_get_info(self.device)[0]
+        executable, changed = self._parameters.executable(bases)
+        self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0) if free else 0
         self.report["executables"] += 1
-        self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
-        return executable, 0
+        self.num_patched += changed
+        self.patch_s += time.perf_counter() - start
+        return executable
 
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
-        """Write other values in the place of words that are no address, in the only executable."""
-        (executable,) = self._executables.values()
-        executable.overwrite(unexplained, values)
+        """Write other values in the place of words that are no address, and drop the executables made before."""
+        self._parameters.overwrite(unexplained, values)
+        while self._executables:
+            self._graph.drop(self._executables.popitem()[1])
 
     def release(self) -> None:
         """Free the graph and what it read. Results of earlier calls stay."""

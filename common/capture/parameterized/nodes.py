@@ -84,63 +84,55 @@ def check_alike(first: list[Node], second: list[Node]) -> None:
             raise RegionRefused(f"two captures differ in node {index}: {a.name} {a.shape[2:]}, {b.name} {b.shape[2:]}")
 
 
-class Executable:
-    """An executable graph with parameters of its own, of which those are set that change.
+class Parameters:
+    """The parameters of a graph's nodes, of which those are set that change, and executables made with them.
 
-    It is made of `graph` at the first `patch`. nodes: as read from the capture. chunks, blob: their parameters, which
-    are copied. slots: the addresses. handle: CUgraphExec.
+    An executable keeps the addresses that it is made with. In one whose nodes were set afterwards, by a call for each
+    or by cuGraphExecUpdate, CUPTI 13.0 ends the process at some later launch, once it was used: torch's profiler does.
+
+    nodes: as read from the capture. chunks, blob: their parameters, which are changed in place. slots: the addresses.
     """
 
     def __init__(self, graph: driver.Graph, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray, slots: Slots):
-        self.handle: Any = None
         self._graph = graph
-        self._blob = blob.copy()
-        self._patcher = Patcher(self._blob, slots)
+        self._blob = blob
+        self._patcher = Patcher(blob, slots)
         self._keep: list = []
         parts: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
             parts[chunk.node].append(chunk)
-        # Kind, node of the graph and structure of each node with parameters, and the call that sets them.
-        self._params = {
-            index: (node.kind, graph.nodes[index], self._structure(node, graph.nodes[index], parts[index]))
+        # The call that sets the parameters of each node that has some.
+        self._calls = {
+            index: self._setter(node, graph.nodes[index], parts[index])
             for index, node in enumerate(nodes)
             if parts[index]
         }
-        self._calls: dict[int, partial] = {}
 
-    def patch(self, bases: list[int]) -> int:
-        """Set the addresses that moved; return the number of changed nodes. After an error it is of no use."""
+    def executable(self, bases: list[int]) -> tuple[Any, int]:
+        """Make a CUgraphExec with these addresses; return it and the number of nodes that changed from the last one."""
         changed = self._patcher.patch(bases)
-        if self.handle is not None:
+        try:
             self._set(changed)
-            return len(changed)
-        # The graph may hold addresses that were freed, which are checked where it is made executable.
-        self._calls = {index: self._setter(*params) for index, params in self._params.items()}
-        self._set(self._calls)
-        self.handle = self._graph.instantiate()
-        context = driver.call("cuCtxGetCurrent")
-        self._calls = {index: self._setter(*params, self.handle, context) for index, params in self._params.items()}
-        return len(self._calls)
+            return self._graph.instantiate(), len(changed)
+        except BaseException:
+            # The next one sets all addresses again.
+            self._patcher.forget()
+            raise
 
     def overwrite(self, words: list[Unexplained], values: list[int]) -> None:
-        """Write other values in the place of words that are no address."""
+        """Write other values in the place of words that are no address, for executables made from now on."""
         self._set(self._patcher.overwrite(words, values))
 
-    def _set(self, changed):
-        """Set the parameters of some nodes, by index, for all later launches. DriverError names the node."""
-        calls = self._calls
-        results = map(operator.call, [calls[index] for index in changed])
+    def _set(self, changed: list[int]):
+        """Set the parameters of some nodes, by index. DriverError names the node."""
+        results = map(operator.call, [self._calls[index] for index in changed])
         for index, (error,) in zip(changed, results, strict=True):
             if error:
                 driver.check(f"setting the parameters of node {index}", error)
 
-    def _setter(self, kind, handle, structure, executable=None, context=None) -> partial:
-        """A call that sets a node's parameters in the executable, or in the graph that it is made of."""
-        name = f"{kind.capitalize()}NodeSetParams"
-        if executable is None:
-            return partial(getattr(driver.cu, f"cuGraph{name}"), handle, structure)
-        of_memory = () if kind == "kernel" else (context,)
-        return partial(getattr(driver.cu, f"cuGraphExec{name}"), executable, handle, structure, *of_memory)
+    def _setter(self, node, handle, chunks) -> partial:
+        name = f"cuGraph{node.kind.capitalize()}NodeSetParams"
+        return partial(getattr(driver.cu, name), handle, self._structure(node, handle, chunks))
 
     def _structure(self, node, handle, chunks):
         """The driver's structure of a node, over bytes of the blob."""

@@ -13,18 +13,16 @@ from common.capture.parameterized.host import HostRegion
 _one_capture = threading.RLock()
 
 
-def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritten: Collection[int] = ()):
+def capture(fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()):
     """Capture a region once, with `launch` and `release`; on a GPU compare its first launches with eager.
 
-    On a GPU a launch is a CUDA graph whose addresses are patched. On the CPU the recorded operators run on the new
+    On a GPU a launch is a CUDA graph with the addresses of this call. On the CPU the recorded operators run on the new
     tensors (common/capture/host_graph.py), so that the logic around it can be tested.
 
     Args:
         fn: takes tensors and returns a flat sequence of tensors and Python values. It is held, and runs a few times
             here on copies of the examples: what it does to memory besides its arguments happens then too.
         inputs: examples on one device, strided and neither conjugated nor negated.
-        fixed: indices of inputs that are passed at few addresses. Each set of these addresses has its own executable,
-            in which they are not patched again.
         unwritten: indices of results that eager leaves unwritten.
 
     Raises:
@@ -34,7 +32,7 @@ def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritt
     if torch.is_inference_mode_enabled():
         # Inference tensors count no versions, by which writes to inputs are found.
         with torch.inference_mode(False), torch.no_grad():
-            return capture(fn, inputs, fixed, unwritten)
+            return capture(fn, inputs, unwritten)
     device, fn = inputs[0].device, _checked(fn)
     if device.type == "cpu":
         return HostRegion(fn, inputs)
@@ -43,9 +41,7 @@ def capture(fn, inputs: list[torch.Tensor], fixed: Collection[int] = (), unwritt
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("the capture of a region runs inside a capture: call the region once before")
         with random_state.aside(device):
-            region = _capture(fn, inputs, device, unwritten)
-    region.fixed = sorted(fixed)
-    return region
+            return _capture(fn, inputs, device, unwritten)
 
 
 def _capture(fn, inputs, device, unwritten):
@@ -60,6 +56,8 @@ def _capture(fn, inputs, device, unwritten):
         try:
             check = Verification(region, fn, inputs, unwritten)
             check.prove(analysis)
+            # No launch has the addresses of these again.
+            region.overwrite([], [])
         except BaseException:
             region.release()
             raise

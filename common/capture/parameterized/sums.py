@@ -5,7 +5,7 @@ whole backward region has returned. Here the region itself adds, and returns no 
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -36,10 +36,10 @@ def layer_of(inputs: Iterable[torch.Tensor]) -> list[torch.nn.Parameter]:
     return next((_layers[address] for tensor in inputs if (address := tensor.data_ptr()) in _layers), [])
 
 
-def places(inputs: dict[int, torch.Tensor]) -> dict[int, int]:
+def places(inputs: Sequence[torch.Tensor]) -> dict[int, int]:
     """Return {index of the input: number in its layer} of the parameters whose gradients are to be added."""
-    numbers = {parameter.data_ptr(): number for number, parameter in enumerate(layer_of(inputs.values()))}
-    return {index: numbers[address] for index, tensor in inputs.items() if (address := tensor.data_ptr()) in numbers}
+    numbers = {parameter.data_ptr(): number for number, parameter in enumerate(layer_of(inputs))}
+    return {index: numbers[at] for index, tensor in enumerate(inputs) if (at := tensor.data_ptr()) in numbers}
 
 
 def adding(module: torch.fx.GraphModule, results: dict[int, int]) -> torch.fx.GraphModule:

@@ -140,6 +140,10 @@ class Patcher:
                 nodes |= self._nodes[index]
         return sorted(nodes)
 
+    def forget(self) -> None:
+        """Let the next call write all addresses."""
+        self._bases = []
+
     def overwrite(self, words: list[Unexplained], values: list[int]) -> list[int]:
         """Write other values in the place of unexplained words; return the nodes that changed, by index."""
         for word, value in zip(words, values, strict=True):

@@ -69,25 +69,6 @@ def test_training_is_bitwise_eager_with_buffers_and_dropout_and_a_parameter_that
     assert states() == [("forward 0", "parameterized"), ("backward 0", "parameterized")]
 
 
-def test_a_backward_region_knows_the_parameters_of_every_layer(monkeypatch):
-    """It is captured for the last layer, its forward region for the first: each layer gets its own executables."""
-    captured = []
-
-    def capture(fn, inputs, fixed, unwritten):
-        captured.append({inputs[index].data_ptr() for index in fixed})
-        return HostRegion(fn, inputs)
-
-    monkeypatch.setattr(backend, "capture", capture)
-    net = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3)])
-    for layer in net:
-        layer.forward = torch.compile(layer.forward, backend="parameterized", fullgraph=True, dynamic=False)
-    net(torch.randn(5, 8, requires_grad=True)).square().mean().backward()
-    assert states() == [("forward 0", "parameterized"), ("backward 0", "parameterized")]
-    forward, backward = captured
-    assert forward == {parameter.data_ptr() for parameter in net[0].parameters()}
-    assert backward == {net[2][0].weight.data_ptr(), net[2][2].weight.data_ptr()}
-
-
 def test_steps_on_a_shaken_allocator_are_bitwise_eager():
     eager, model = build(), build()
     compiled = torch.compile(model, backend="parameterized")

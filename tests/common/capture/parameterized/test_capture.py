@@ -55,7 +55,6 @@ def test_a_function_is_captured_proved_and_launched_on_other_memory(gpu):
         return [out, x, 7]
 
     made = capture(run, [floats(0), floats(1)])
-    made.fixed = [1]
     for n in range(3):
         x, w = floats(10 + n), floats(20 + n)
         (out, same, number), _ = made.launch([x, w])

@@ -1,6 +1,8 @@
 """common/capture/parameterized on a GPU: launches on other memory against eager, bit for bit."""
 
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -389,6 +391,42 @@ def test_addresses_that_stay_are_not_patched_again(device):
     assert torch.equal(result[0], x.sin().cos())
 
 
+PROFILED = """
+import torch
+from torch import nn
+from common.capture.parameterized import backend
+from common.measuring import trace
+
+device = torch.device("cuda", torch.cuda.current_device())
+counter = torch.ones(9, device=device)
+trace.profile(lambda count: [counter.add_(1) for _ in range(count)], 4, 2)
+layer = nn.TransformerEncoderLayer(256, 4, batch_first=True, device=device)
+layer.forward = torch.compile(layer.forward, backend="parameterized", dynamic=False)
+held = []
+
+
+def steps(count):
+    for index in range(count):
+        held[:] = held[-3:] + [torch.empty(1 + 65536 * (index % 7), device=device)]
+        layer(torch.randn(8, 128, 256, device=device).requires_grad_()).square().mean().backward()
+
+
+with backend.collecting(regions := backend.Regions()):
+    steps(4)
+assert {region.state for region in regions.all} == {"parameterized"}, [region.reason for region in regions.all]
+for _ in range(2):
+    trace.profile(steps, 8, 200)
+print(sum(region.counts()["num_patched"] for region in regions.all))
+"""
+
+
+def test_a_profiler_after_another_one_survives_addresses_that_move():
+    """With CUPTI 13.0 launches of executables whose nodes had been set anew ended the process, by the hundredth."""
+    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 100
+
+
 def refusals():
     host = torch.randn(64, 64).pin_memory() if torch.cuda.is_available() else torch.ones(1)
     counter, kept = [0], []
@@ -437,7 +475,7 @@ def test_the_generator_is_left_as_it_was(device):
     assert random_state.generator(device).get_offset() == 0
 
 
-def test_layers_of_a_model_have_executables_of_their_own_and_a_steady_step_patches_few_nodes(device):
+def test_steady_steps_of_a_model_launch_executables_that_are_there(device):
     torch.manual_seed(0)
     net = nn.Sequential(*[Block(256, 0.1) for _ in range(4)]).to(device, torch.bfloat16)
     regions = backend.Regions()
@@ -451,18 +489,19 @@ def test_layers_of_a_model_have_executables_of_their_own_and_a_steady_step_patch
             for parameter in net.parameters():
                 parameter.grad = None
             net(x).float().square().mean().backward()
-            return sum(region.counts()["num_patched"] for region in regions.all)
+            return sum(region.row()["executables"] for region in regions.all)
 
         with backend.collecting(regions):
-            for _ in range(6):
+            for _ in range(8):
                 before = step()
-            patched = step() - before
+            made = [step() for _ in range(4)][-1] - before
         rows = [region.row() for region in regions.all]
         assert [(row["state"], row["reason"]) for row in rows] == [("parameterized", "")] * len(rows)
-        assert sum(row["executables"] for row in rows) == 8
+        assert before >= 8
+        # Of 32 launches.
+        assert made <= 8
         # The driver takes memory by steps of 2 MiB.
         assert sum(row["driver_bytes"] for row in rows) < 64 * MIB
-        assert patched <= 4 * 8
     finally:
         regions.release()
         torch._dynamo.reset()

@@ -46,8 +46,8 @@ def test_a_launch_computes_on_the_memory_of_its_caller_and_results_belong_to_it(
     assert region.num_launches == 4
 
 
-def test_each_layer_has_an_executable_whose_steady_steps_patch_what_moved_alone(fake):
-    region = layer(fake).region(fixed=[1])
+def test_each_set_of_addresses_has_an_executable_and_steady_steps_make_none(fake):
+    region = layer(fake).region()
     weights = [floats(10 + n) for n in range(3)]
     xs = [floats(20 + n) for n in range(3)]
     # The caching allocator gives a steady step the same memory.
@@ -61,36 +61,38 @@ def test_each_layer_has_an_executable_whose_steady_steps_patch_what_moved_alone(
     first = step()
     assert region.report["executables"] == len(fake.executables) == 3
     assert region.report["driver_bytes"] == 3 * 1024
-    # An executable is made with the addresses of its first launch.
-    assert first == 0
+    assert first == 3 * 3
     fake.set.clear()
     assert step() == first and not fake.set
-    xs[1] = floats(99)
-    # x is read by two of the three nodes of its layer that have parameters.
-    assert step() == first + 2 and len(fake.set) == 2
-    assert len({executable for executable, _ in fake.set}) == 1
+    # All of a layer's nodes with parameters, since the last executable was another layer's; then the two that read x.
+    kept = [xs[1], floats(99), floats(98)]
+    for number, count in ((1, 3), (2, 5)):
+        xs[1] = kept[number]
+        assert step() == first + count and len(fake.set) == count
+    assert region.report["executables"] == len(fake.executables) == 5
 
 
-def test_more_layers_than_executables_take_turns_and_stay_right(fake, monkeypatch):
+def test_more_sets_of_addresses_than_executables_take_turns_and_stay_right(fake, monkeypatch):
     monkeypatch.setattr(gpu, "_MAX_EXECUTABLES", 2)
-    region = layer(fake).region(fixed=[1])
-    pairs = [(floats(n), floats(n + 50)) for n in range(4)]
-    for x, w in pairs * 2:
-        assert torch.equal(region.launch([x, w])[0][0], expected(x, w))
-    assert len(fake.executables) == region.report["executables"] == 2
-
-
-def test_the_executable_of_the_first_launches_goes_to_the_first_layer(fake):
     region = layer(fake).region()
-    region.launch([floats(0), floats(1)])
-    region.fixed = [1]
-    x, w = floats(2), floats(3)
-    assert torch.equal(region.launch([x, w])[0][0], expected(x, w))
-    assert len(fake.executables) == 1
+    arenas = [torch.empty(size, dtype=torch.uint8) for size in region._sizes]
+    pairs = [(floats(n), floats(n + 50)) for n in range(4)]
+
+    def launch(x, w):
+        made = region.report["executables"]
+        region._launch([x, w], arenas)
+        assert torch.equal(region._result(region._results[0], [x, w], arenas), expected(x, w))
+        assert len(fake.executables) <= 2
+        return region.report["executables"] - made
+
+    assert [launch(*pair) for pair in pairs * 2] == [1] * 8
+    # The one that was launched longest ago goes.
+    assert [launch(*pairs[index]) for index in (3, 2, 0, 2, 3)] == [0, 0, 1, 0, 1]
+    assert region.report["driver_bytes"] == 2 * 1024
 
 
 def test_a_region_that_is_dropped_frees_its_executables_and_release_frees_them_once(fake):
-    region, weights = layer(fake).region(fixed=[1]), [floats(1), floats(2)]
+    region, weights = layer(fake).region(), [floats(1), floats(2)]
     for w in weights:
         region.launch([floats(0), w])
     assert len(fake.executables) == 2 and not fake.destroyed
@@ -147,7 +149,7 @@ def test_only_launches_that_change_a_node_cost_host_seconds_and_a_row_counts_the
     for inputs in ([x, w], [x, w], [x, other]):
         region.captured._launch(inputs, arenas)
     row = region.row()
-    assert (row["launches"], row["patched"], row["patch_s"]) == (3, 0 + 0 + 1, 1.0)
+    assert (row["launches"], row["patched"], row["patch_s"]) == (3, 3 + 0 + 1, 2.0)
     region.stop("moved")
     assert {**row, "state": "eager", "reason": "moved"} == region.row() and region.num_replays == 3
 
@@ -292,14 +294,18 @@ def test_a_capture_puts_the_generators_state_aside_and_other_threads_draw_nothin
     assert len(failures) == 1 and "while another thread captures" in failures[0]
 
 
-def test_a_failure_while_patching_leaves_no_node_at_an_old_address(fake):
+def test_a_failure_while_addresses_are_set_leaves_no_node_at_an_old_one(fake):
     region = layer(fake).region()
     x, w = floats(0), floats(1)
     first, second = ([torch.empty(size, dtype=torch.uint8) for size in region._sizes] for _ in range(2))
     region._launch([x, w], first)
-    fake.error = {"cuGraphExecMemsetNodeSetParams": CUresult.CUDA_ERROR_UNKNOWN}
-    with pytest.raises(driver.DriverError, match="parameters of node 1"):
-        region._launch([x, w], second)
+    for call, message in (
+        ("cuGraphMemsetNodeSetParams", "parameters of node 1"),
+        ("cuGraphInstantiate", "Instantiate"),
+    ):
+        fake.error = {call: CUresult.CUDA_ERROR_UNKNOWN}
+        with pytest.raises(driver.DriverError, match=message):
+            region._launch([x, w], second)
     fake.error = {}
     for arena in second:
         arena.fill_(0xFF)

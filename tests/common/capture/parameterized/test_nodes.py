@@ -58,21 +58,22 @@ def test_every_node_is_launched_with_the_addresses_of_the_call(fake):
     assert not unexplained
     assert slots.node.tolist() == [0, 1, 2, 3, 3]
 
-    copy = driver.Graph(graph(fake, X), [])
-    copy.nodes = fake.graphs[copy._graph]
-    executable = nodes.Executable(copy, first, chunks, blob, slots)
-    # Made with the first addresses, then set to the second ones.
+    made = graph(fake, X)
+    parameters = nodes.Parameters(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
     for base in (0x7A00_0000_0000, 0x7B00_0000_0000):
-        assert executable.patch([base]) == 4
-        kernel, other, memset, memcpy, _ = fake.executables[executable.handle].values()
+        executable, changed = parameters.executable([base])
+        assert changed == 4
+        kernel, other, memset, memcpy, _ = fake.executables[executable].values()
         assert kernel[-1] == [struct.pack("<I", 7), struct.pack("<QQ", base + 16, 3)]
         assert other[-1] == struct.pack("<IIQ", 1, 2, base + 64)
         assert struct.unpack_from("<Q", memset[-1])[0] == base + 32
         buffer = ctypes.create_string_buffer(memcpy[-1], 200)
         copied = fake.CUDA_MEMCPY3D(_ptr=ctypes.addressof(buffer))
         assert (copied.srcDevice, copied.dstDevice, copied.WidthInBytes) == (base, base + 128, 64)
-    assert len(fake.set) == 4
-    assert executable.patch([0x7B00_0000_0000]) == 0 and len(fake.set) == 4
+    assert len(fake.set) == 2 * 4
+    assert parameters.executable([0x7B00_0000_0000])[1] == 0 and len(fake.set) == 2 * 4
+    # None of them has changed since it was made.
+    assert len({str(executable) for executable in fake.executables.values()}) == 2 and len(fake.executables) == 3
 
 
 def test_a_node_with_another_address_alone_is_set(fake):
@@ -82,12 +83,13 @@ def test_a_node_with_another_address_alone_is_set(fake):
     _, other = words.layout([node.parameters for node in nodes.read_nodes(graph(fake, Y))])
     parts = [(X + start, Y + start, 16) for start in (0, 16, 32, 64, 128)]
     slots, _ = words.explain(chunks, (blob, other), parts, bool)
-    executable = nodes.Executable(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
+    parameters = nodes.Parameters(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
     bases = [base for base, _, _ in parts]
-    executable.patch(bases)
+    parameters.executable(bases)
+    fake.set.clear()
     bases[2] += 4096
-    assert executable.patch(bases) == 1
-    assert [node[1] for _, node in fake.set] == [fake.graphs[made][2]]
+    assert parameters.executable(bases)[1] == 1
+    assert [node for _, node in fake.set] == [fake.graphs[made][2]]
 
 
 def collective(parameter):
@@ -128,9 +130,11 @@ def test_an_executable_has_the_nodes_of_a_copy_and_goes_with_it(fake):
     made = graph(fake, X)
     copy = driver.Graph(made, fake.graphs[made][::-1])
     assert [node for _, node in copy.nodes] == fake.graphs[made][::-1]
-    executable = copy.instantiate()
+    first, second = copy.instantiate(), copy.instantiate()
+    copy.drop(first)
+    assert fake.destroyed == [first]
     copy.destroy()
-    assert fake.destroyed[0] == executable and len(fake.destroyed) == 2
+    assert fake.destroyed == [first, second, copy._graph]
     fake.error["cuGraphClone"] = CUresult.CUDA_ERROR_UNKNOWN
     with pytest.raises(driver.DriverError, match="cuGraphClone: CUDA_ERROR_UNKNOWN"):
         driver.Graph(made, fake.graphs[made])
