@@ -194,7 +194,7 @@ class _Compiled:
         region = self.region
         if _collectors:
             _collect(region)
-        if self._is_backward and self._summed:
+        if self._is_backward:
             inputs += self._totals(inputs)
         elif region.state == "waiting" and not self._reason:
             self._summed.update(sums.places(inputs))
@@ -208,7 +208,7 @@ class _Compiled:
 
     def _totals(self, inputs):
         """The main_grads that a backward region adds to, of the layer whose parameters it reads."""
-        layer = sums.layer_of(inputs)
+        layer = sums.layer_of(inputs) if self._summed else []
         totals = tuple([parameter.main_grad for parameter in layer])  # type: ignore[attr-defined]
         if totals and not self._adds and self.region.state == "waiting":
             self._graph, self._adds = sums.adding(self._graph, self._summed), True

@@ -16,7 +16,7 @@ from common.capture.parameterized.analysis import Analysis
 from common.capture.parameterized.nodes import Parameters
 
 # Of a region. Where more sets of addresses take turns, the one that was launched longest ago is made again.
-_MAX_EXECUTABLES = 128
+_MAX_EXECUTABLES = 256
 # Of all regions: a launch reads the generator's offset and moves it.
 _launching = threading.Lock()
 

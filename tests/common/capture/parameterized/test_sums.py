@@ -121,9 +121,24 @@ def test_layers_that_are_not_entered_keep_their_hooks(compiled):
     net = model()
     expected, functions = eager(net), compiled(net)
     assert alike(passes(net, functions), expected)
-    # What is captured stays as it is.
+    # What is captured stays as it is, and what its backward pass captures later.
     sums.enter(layers(net))
     assert alike(passes(net, functions), expected)
+    sums.leave(layers(net))
+
+
+def test_a_backward_region_of_a_forward_one_that_was_captured_before_keeps_the_hooks(compiled):
+    net = model()
+    expected, functions = eager(net), compiled(net)
+    with backend.collecting(regions := backend.Regions()):
+        functions[1](functions[0](torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True)))
+        sums.enter(layers(net))
+        assert alike(passes(net, functions), expected)
+    assert [region.state for region in regions.all] == ["parameterized"] * 2
+    # Released and captured again, both know of the layers.
+    regions.release()
+    with backend.collecting(backend.Regions()):
+        assert alike(passes(net, functions), expected)
     sums.leave(layers(net))
 
 
