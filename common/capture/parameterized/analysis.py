@@ -109,11 +109,11 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
     side.wait_stream(caller)
     captures: list[Captured] = []
     # The first capture runs as it is launched. In the second one no two tensors have the same memory.
-    distinct = _Distinct(device)
+    distinct = _Seen(device, holds=True)
     try:
         with torch.cuda.stream(side):
             increment, written = _warm_up(fn, example_inputs, device)
-            for mode in (_Seen(), distinct):
+            for mode in (_Seen(device, holds=False), distinct):
                 captures.append(_capture(fn, example_inputs, device, mode, increment > 0))
         return _compare(captures[0], captures[1], increment, written, list(distinct.read.values()))
     except BaseException:
@@ -139,31 +139,25 @@ def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
 
 
 class _Seen(TorchDispatchMode):
-    """Does nothing: where a mode looks on, autograd adds gradients up in new tensors, which `_Distinct` must not cause.
+    """Holds what operators make, where asked, and finds what they read besides: storages by address of their object.
 
-    Operators made of others choose them by that, too (`isTensorSubclassLike`). Both captures shall allocate alike.
+    It looks on in both captures: where no mode does, autograd adds gradients up in place, and operators made of others
+    choose them otherwise (`isTensorSubclassLike`). Both captures shall allocate alike.
     """
 
     # The compiler's calls of Triton kernels.
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-class _Distinct(TorchDispatchMode):
-    """Holds whatever operators make, and finds what they read besides that: storages by address of their object."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, holds: bool):
         super().__init__()
-        self._device = device
+        self._device, self._holds = device, holds
         self.made: dict[int, torch.UntypedStorage] = {}
         self.read: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if not self._holds:
+            return func(*args, **kwargs)
         self.read |= {key: storage for key, storage in self._storages((args, kwargs)) if key not in self.made}
         result = func(*args, **kwargs)
         self.made |= {key: storage for key, storage in self._storages(result) if key not in self.read}
@@ -188,8 +182,7 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
         graph, result, made, segments = _record(fn, inputs, mode, device)
     blocks = [block for block in made if memory.find(block.address, segments) >= 0]
     given = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs]
-    if isinstance(mode, _Distinct):
-        mode.keep_outside(given + segments)
+    mode.keep_outside(given + segments)
     outputs = [_place(index, leaf, device, given, blocks) for index, leaf in enumerate(result)]
     del result
     if _num_kept(graph):

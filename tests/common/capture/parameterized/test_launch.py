@@ -397,7 +397,7 @@ def test_without_cuda_bindings_13_a_region_is_refused_in_one_line(fake, monkeypa
 
 def test_the_second_capture_holds_what_operators_make_and_finds_what_they_read_besides():
     three, x = torch.full((4,), 3.0), torch.ones(4)
-    mode = analysis._Distinct(CPU)
+    mode = analysis._Seen(CPU, holds=True)
     with mode:
         addresses = [(x * three + n).data_ptr() for n in range(5)]
     assert len(set(addresses)) == 5 and len(mode.made) == 10
