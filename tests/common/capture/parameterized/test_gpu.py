@@ -553,7 +553,7 @@ def test_dropped_regions_give_the_drivers_memory_back(device):
         return torch.cuda.mem_get_info()[0]
 
     # Other processes take and free the GPU's memory, too: what these regions kept would be missing each time.
-    assert any(drop(3) - drop(20) < 2 * MIB for _ in range(5))
+    assert any(drop(3) - drop(20) < 2 * MIB for _ in range(15))
 
 
 def test_a_region_keeps_a_tensor_that_its_function_loses_and_says_so(device):
