@@ -277,6 +277,10 @@ def test_graphs_replay_as_promised_and_equal_eager_bit_for_bit(parity_run, model
     # Where shapes decide which numbers are drawn, what is padded is compared with what is padded.
     eager = read(parity_run, model, described.get("reference", {}).get(variant, "eager"))
     assert result["num_tensors"] == eager["num_tensors"]
+    if variant not in described["bitwise"]:
+        losses = eager["losses"][: result["steps"]]
+        assert result["losses"] == pytest.approx(losses, rel=described["tolerance"][variant])
+        return
     for name in ("state_hashes", "losses", "grad_norms"):
         assert result[name] == eager[name][: result["steps"]], name
 

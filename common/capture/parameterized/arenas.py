@@ -33,12 +33,11 @@ def read(events: list[dict[str, Any]]) -> list[Block]:
     made: list[Block] = []
     alive: dict[int, int] = {}
     for now, event in enumerate(events):
-        address = event["addr"]
         if event["action"] == "alloc":
-            alive[address] = len(made)
-            made.append(Block(address, event["size"], now, math.inf, event["stream"]))
-        elif event["action"] == "free_completed" and address in alive:
-            index = alive.pop(address)
+            alive[event["addr"]] = len(made)
+            made.append(Block(event["addr"], event["size"], now, math.inf, event["stream"]))
+        elif event["action"] == "free_completed" and event["addr"] in alive:
+            index = alive.pop(event["addr"])
             made[index] = made[index]._replace(freed=now)
     return made
 

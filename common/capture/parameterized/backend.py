@@ -184,7 +184,10 @@ class _Compiled:
     """One graph, captured at its first call."""
 
     def __init__(self, graph: torch.fx.GraphModule, inputs: list[Any], direction: str, summed: dict[int, int]):
-        self._graph, self._summed, self._adds, self._is_backward = graph, summed, False, direction == "backward"
+        self._graph, self._summed, self._is_backward = graph, summed, direction == "backward"
+        # The graph that adds gradients, and what the main_grads of its capture were like.
+        self._adding: Any = None
+        self._added: list[tuple] = []
         self.region = Region(f"{direction} {_num_made[direction]}")
         _num_made[direction] += 1
         self._written = find_input_mutations(graph.graph)
@@ -194,35 +197,38 @@ class _Compiled:
         region = self.region
         if _collectors:
             _collect(region)
-        if self._is_backward:
-            inputs += self._totals(inputs)
-        elif region.state == "waiting" and not self._reason:
-            self._summed.update(sums.places(inputs))
+        if region.state == "waiting" and not self._is_backward:
+            self._summed.clear()
+            self._summed.update(sums.places(inputs) if not self._reason else {})
+        totals = self._totals(inputs) if self._is_backward else ()
+        graph, inputs = self._adding if totals else self._graph, inputs + totals
         if region.state == "waiting":
-            self._capture(inputs)
+            written = {*self._written, *range(len(inputs) - len(totals), len(inputs))}
+            reason = self._reason or _reason_against_inputs(inputs, written)
+            if reason:
+                region.stop(reason)
+            else:
+                region.capture(graph, [_plain(tensor) for tensor in inputs], unwritten(graph))
         if region.state == "parameterized":
             launched = region.launch([_plain(tensor) for tensor in inputs])
             if launched is not None:
                 return launched[0]
-        return self._graph(*inputs)
+        return graph(*inputs)
 
     def _totals(self, inputs):
         """The main_grads that a backward region adds to, of the layer whose parameters it reads."""
         layer = sums.layer_of(inputs) if self._summed else []
-        totals = tuple([parameter.main_grad for parameter in layer])  # type: ignore[attr-defined]
-        if totals and not self._adds and self.region.state == "waiting":
-            self._graph, self._adds = sums.adding(self._graph, self._summed), True
-            self._written |= set(range(len(inputs), len(inputs) + len(totals)))
-        if self._adds and not totals:
-            raise CaptureError("a backward region adds gradients of a layer that is not entered")
-        return totals if self._adds else ()
-
-    def _capture(self, inputs):
-        reason = self._reason or _reason_against_inputs(inputs, self._written)
-        if reason:
-            self.region.stop(reason)
-            return
-        self.region.capture(self._graph, [_plain(tensor) for tensor in inputs], unwritten(self._graph))
+        totals = sums.totals_of(layer, self._summed.values())
+        like = [(total.shape, total.stride(), total.dtype) for total in totals]
+        if self.region.state == "waiting":
+            self._adding, self._added = sums.adding(self._graph, list(self._summed)) if totals else None, like
+        if self._adding is None or (not totals and self.region.state == "eager"):
+            return ()
+        if like != self._added:
+            raise CaptureError(
+                "a backward region adds to main_grads of a layer that is not entered, or of another kind"
+            )
+        return totals
 
 
 def _plain(tensor):
@@ -231,7 +237,7 @@ def _plain(tensor):
 
 
 def _reason_against_inputs(inputs, written) -> str:
-    """The reason why these inputs cannot be launched; Dynamo's guards hold later ones to what these are."""
+    """The reason why these inputs cannot be launched. Later ones are like them, by Dynamo's guards and `_totals`."""
     if any(inputs[index].is_conj() or inputs[index].is_neg() for index in written):
         return "it writes an input that is lazily conjugated or negated"
     ranges = [(tensor.data_ptr(), tensor.data_ptr() + memory.extent(tensor)) for tensor in inputs]

@@ -111,6 +111,12 @@ class GpuRegion:
         self.patch_s += time.perf_counter() - start
         return executable
 
+    def start(self) -> None:
+        """Drop the executables made so far, whose addresses come no more, and count from here."""
+        self.overwrite([], [])
+        self.num_patched, self.patch_s = 0, 0.0
+        self.report |= {"executables": 0, "driver_bytes": 0}
+
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
         """Write other values in the place of words that are no address, and drop the executables made before."""
         self._parameters.overwrite(unexplained, values)

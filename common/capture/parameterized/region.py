@@ -56,8 +56,7 @@ def _capture(fn, inputs, device, unwritten):
         try:
             check = Verification(region, fn, inputs, unwritten)
             check.prove(analysis)
-            # No launch has the addresses of these again.
-            region.overwrite([], [])
+            region.start()
         except BaseException:
             region.release()
             raise

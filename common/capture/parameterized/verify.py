@@ -16,6 +16,7 @@ _MAX_NOISE = 2e-2
 # What new memory holds before two launches: bytes that keep both were not written.
 _FILLS = (0xA5, 0x5A)
 _NUM_COMPARED = 2
+_HALVES = (torch.float16, torch.bfloat16)
 _NUM_REPEATS = 4
 # torch.get_deterministic_debug_mode() of "error".
 _DETERMINISTIC = 2
@@ -42,7 +43,7 @@ class Verification:
         self._device = examples[0].device
         self._draws = random_state.generator(self._device)
         self._state = self._draws.get_state()
-        self._eps = max((torch.finfo(t.dtype).eps for t in examples if t.is_floating_point()), default=0.0)
+        self._eps = max((torch.finfo(t.dtype).eps for t in examples if t.dtype in _HALVES), default=0.0)
         self.inexact: set[str] = set()
         # Memory that no launch may write, and the byte that it holds.
         self._spoiled: list[torch.Tensor] = []
@@ -128,11 +129,14 @@ class Verification:
             if (_is_exact() and not bool(varies.any())) or not expected.dtype.is_floating_point:
                 raise RegionRefused(words)
             # Atomic additions, whose order a graph's timing changes. A stale address gives NaN or nonsense.
-            plain = expected.detach().double()
-            noise = max(float((other[index].detach().double() - plain).abs().max()) for other in others)
-            error, scale = float((value.detach().double() - plain).abs().max()), float(plain.abs().max())
-            # A sum in 32 bits of what was rounded to 16 differs by a rounding of these.
-            noise = max(noise, self._eps * scale)
+            # Of what is added to an input, the increase: beside large sums a lost one would be noise.
+            before = self._examples[index - num_results].detach().double() if index >= num_results else 0.0
+            plain = expected.detach().double() - before
+            noise = max(float((other[index].detach().double() - before - plain).abs().max()) for other in others)
+            error = float((value.detach().double() - before - plain).abs().max())
+            scale, size = float(plain.abs().max()), float(expected.detach().double().abs().max())
+            # A sum in 32 bits of what was rounded to 16 differs by a rounding of these, where eager does not repeat.
+            noise = max(noise, torch.finfo(expected.dtype).eps * size, self._eps * scale if bool(varies.any()) else 0.0)
             if not error <= 4 * noise or noise > _MAX_NOISE * scale:
                 raise RegionRefused(f"{words}, by {error:.3g} where eager differs from itself by {noise:.3g}")
             self.inexact.add(name)

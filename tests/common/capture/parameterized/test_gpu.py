@@ -421,9 +421,10 @@ def steps(count):
 with backend.collecting(regions := backend.Regions()):
     steps(4)
 assert {region.state for region in regions.all} == {"parameterized"}, [region.reason for region in regions.all]
+before = sum(region.row()["executables"] for region in regions.all)
 for _ in range(2):
     trace.profile(steps, 8, 200)
-print(sum(region.counts()["num_patched"] for region in regions.all))
+print(sum(region.row()["executables"] for region in regions.all) - before)
 """
 
 
@@ -431,7 +432,7 @@ def test_a_profiler_after_another_one_survives_addresses_that_move():
     """With CUPTI 13.0 launches of executables whose nodes had been set anew ended the process, by the hundredth."""
     done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 100
+    assert int(done.stdout.split()[-1]) > 4
 
 
 def refusals():

@@ -67,6 +67,20 @@ def compiled():
     torch._dynamo.reset()
 
 
+def no_hook_gets_a_gradient(net, functions):
+    given, handles = [], []
+    for parameter in net.parameters():
+        # Before the model's own, which drops the gradient. Autograd reads this very dict, in the order of insertion.
+        hooks, own = parameter._post_accumulate_grad_hooks, dict(parameter._post_accumulate_grad_hooks)
+        hooks.clear()
+        handles.append(parameter.register_post_accumulate_grad_hook(lambda parameter: given.append(parameter.grad)))
+        hooks.update(own)
+    passes(net, functions)
+    for handle in handles:
+        handle.remove()
+    return bool(given) and all(gradient is None for gradient in given)
+
+
 def alike(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
@@ -90,13 +104,7 @@ def test_gradients_are_added_in_the_backward_region_of_each_layer(error, monkeyp
     }
     # Two layers share a region.
     assert rows["backward"].num_replays == (6 if error is None else 0)
-    # No hook gets a gradient any more.
-    given = []
-    for parameter in net.parameters():
-        parameter._post_accumulate_grad_hooks.clear()
-        parameter.register_post_accumulate_grad_hook(lambda parameter: given.append(parameter.grad))
-    passes(net, functions)
-    assert given and all(gradient is None for gradient in given)
+    assert no_hook_gets_a_gradient(net, functions)
     sums.leave(layers(net))
 
 
@@ -135,11 +143,17 @@ def test_a_backward_region_of_a_forward_one_that_was_captured_before_keeps_the_h
         sums.enter(layers(net))
         assert alike(passes(net, functions), expected)
     assert [region.state for region in regions.all] == ["parameterized"] * 2
+    assert not no_hook_gets_a_gradient(net, functions)
     # Released and captured again, both know of the layers.
     regions.release()
-    with backend.collecting(backend.Regions()):
+    with backend.collecting(again := backend.Regions()):
         assert alike(passes(net, functions), expected)
+        assert no_hook_gets_a_gradient(net, functions)
+    # Released, they run eagerly, with the layers or without.
+    again.release()
+    assert alike(passes(net, functions), expected) and no_hook_gets_a_gradient(net, functions)
     sums.leave(layers(net))
+    assert alike(passes(net, functions), expected) and not no_hook_gets_a_gradient(net, functions)
 
 
 def test_a_region_that_adds_refuses_a_layer_that_has_left(compiled):
@@ -195,3 +209,83 @@ def test_a_gradient_that_the_caller_gave_is_added_too(compiled):
         results.append([parameter.main_grad.clone() for parameter in net.parameters()])
     sums.leave(layers(net))
     assert alike(*results) and results[0][1].tolist() == [[2, 2], [2, 2]]
+
+
+def trained(net, functions, x):
+    """main_grads after a pass from zero."""
+    for parameter in net.parameters():
+        parameter.main_grad.zero_()
+        parameter.grad = None
+    for function in functions:
+        x = function(x)
+    x.sum().backward()
+    return [parameter.main_grad.clone() for parameter in net.parameters()]
+
+
+def test_a_function_over_two_layers_keeps_their_hooks(compiled):
+    net = model()
+
+    def both(x):
+        return net[1](torch.tanh(net[0](x)))
+
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    expected = trained(net, [both], x)
+    sums.enter(layers(net))
+    assert alike(trained(net, [torch.compile(both, backend="parameterized", dynamic=False)], x), expected)
+    sums.leave(layers(net))
+
+
+def test_a_layer_in_two_functions_and_one_with_a_parameter_that_no_function_reads(compiled):
+    net = model()
+    for layer in net:
+        layer.register_parameter("unread", nn.Parameter(torch.ones(3, dtype=torch.bfloat16)))
+        layer.unread.main_grad = torch.zeros(3)
+        layer.unread.register_post_accumulate_grad_hook(add)
+    parts = [part for layer in net for part in (layer.hidden, layer.last)]
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    expected = trained(net, [part.forward for part in parts], x)
+    sums.enter(layers(net))
+    functions = [torch.compile(part.forward, backend="parameterized", dynamic=False) for part in parts]
+    with backend.collecting(regions := backend.Regions()):
+        assert alike(trained(net, functions, x), expected)
+    assert {region.state for region in regions.all} == {"parameterized"}
+    assert no_hook_gets_a_gradient(net, compiled(net))
+    sums.leave(layers(net))
+
+
+@pytest.mark.parametrize("change", ["format", "strides", "hook"])
+def test_a_layer_unlike_the_one_that_was_captured_is_an_error_and_never_other_numbers(change, compiled):
+    net = model()
+    functions = compiled(net)
+    if change == "format":
+        net[0].last.weight.main_grad = torch.zeros(4, 4, dtype=torch.bfloat16)
+    elif change == "strides":
+        net[0].last.weight.main_grad = torch.zeros(4, 4).t()
+    else:
+        # The first layer's forward region is captured, the last one's backward region is the first to be called.
+        net[1].last.weight._post_accumulate_grad_hooks.clear()
+    sums.enter(layers(net))
+    # Else the last layer's backward region is captured, which the first one is launched by.
+    with pytest.raises(CaptureError, match="no hook" if change == "hook" else "of another kind"):
+        passes(net, functions, 1)
+    sums.leave(layers(net))
+
+
+def test_two_parameters_at_one_address_keep_their_hooks(compiled):
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.all = nn.Parameter(torch.ones(4, 4))
+            self.some = nn.Parameter(self.all.data[:2])
+
+        def forward(self, x):
+            return (x @ self.all).sum() + (x[:, :2] @ self.some).sum()
+
+    net = nn.ModuleList([Views()])
+    for parameter in net.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.register_post_accumulate_grad_hook(add)
+    expected = trained(net, [net[0].forward], torch.ones(2, 4))
+    sums.enter(layers(net))
+    assert alike(trained(net, compiled(net), torch.ones(2, 4)), expected)
+    sums.leave(layers(net))

@@ -150,6 +150,42 @@ def test_a_rounding_passes_by_its_name_where_kernels_need_not_be_deterministic()
         run(lambda inputs, new: [new[:8].copy_(inputs[0] * 2.01), new[8:12]])
 
 
+def summed(total, added, rounds_in_eager=False):
+    """`inexact` of a region that gives a sum of 32 bits added(gradient) in the place of a gradient of 16."""
+    gradient = torch.linspace(1e-3, 3e-3, 64).to(torch.bfloat16)
+
+    def fn(total, gradient):
+        # As atomic additions in 16 bits do, a rounding now and then.
+        noise = 2**-8 * torch.randint(2, (64,)) if rounds_in_eager else 0
+        total.add_(gradient.float() * (1 + noise))
+        return []
+
+    def body(inputs, memory_):
+        inputs[0].add_(added(inputs[1].float()))
+        return []
+
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(False)
+    check = verify.Verification(Region(body), fn, [total, gradient])
+    check.run()
+    return check.inexact
+
+
+@pytest.mark.parametrize("rounds_in_eager", [False, True])
+def test_a_gradient_that_is_lost_beside_a_large_sum_is_refused(rounds_in_eager):
+    with pytest.raises(RegionRefused, match="input 0 of a launch differs from eager"):
+        summed(torch.linspace(-1, 1, 64), torch.zeros_like, rounds_in_eager)
+
+
+def test_a_sum_may_differ_by_roundings_of_its_gradient_where_eager_itself_does():
+    def rounded(gradient):
+        return gradient * (1 + 2**-8)
+
+    assert summed(torch.zeros(64), rounded, rounds_in_eager=True) == {"input 0"}
+    with pytest.raises(RegionRefused, match="input 0 of a launch differs from eager"):
+        summed(torch.zeros(64), rounded)
+
+
 def test_integers_that_eager_leaves_unwritten_may_be_others_and_no_written_ones():
     numbers = iter(range(100))
 
