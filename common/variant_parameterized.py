@@ -15,7 +15,7 @@ class Parameterized(Compiled):
     """torch.compile(backend="parameterized") of some functions of the model, called by the eager step.
 
     The operators are eager's. No region has a pool or a static input. `capture.report` has a row for each region, the
-    share of forward and backward that they cover, and what patching costs.
+    share of forward and backward that they cover, and what new addresses cost.
 
     Args:
         state: of the run.
@@ -24,7 +24,7 @@ class Parameterized(Compiled):
         what: the functions in words, for the strategy.
         capture: the variant's.
         summed: parameters of each layer whose hooks add gradients to main_grad (common/capture/parameterized/sums.py).
-            It calls each function whose layer they are, and uses each parameter once.
+            The step uses each once in a backward pass, which is loss.backward().
 
     Raises:
         CaptureError: every region was refused; the message has the reasons.

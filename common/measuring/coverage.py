@@ -1,4 +1,4 @@
-"""The share of a step's forward and backward that parameterized regions launch, and what patching costs the host."""
+"""The share of forward and backward that parameterized regions launch, and what new addresses cost the host."""
 
 import contextlib
 
@@ -43,7 +43,7 @@ def patching(step, regions) -> dict[str, float | None]:
 
     Returns:
         patched_per_launch: nodes changed in a launch of a region; patch_us_per_node: host microseconds for each of
-        them, finding the changes included. None where there is nothing to divide by.
+        them, making the executable included. None where there is nothing to divide by.
     """
     before = _counts(regions)
     for index in range(_PATCHED_STEPS):
