@@ -104,10 +104,10 @@ class GpuRegion:
         if is_full:
             self._graph.drop(self._executables.pop(next(iter(self._executables))))
         free = 0 if is_full else torch.cuda.mem_get_info(self.device)[0]
-        executable, changed = self._parameters.executable(bases)
+        executable, num_nodes = self._parameters.executable(bases)
         self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0) if free else 0
         self.report["executables"] += 1
-        self.num_patched += changed
+        self.num_patched += num_nodes
         self.patch_s += time.perf_counter() - start
         return executable
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from common.capture.checks import RegionRefused
-from common.capture.parameterized import driver
-from common.capture.parameterized.words import Chunk, Patcher, Slots, Unexplained
+from common.capture.parameterized import driver, words
+from common.capture.parameterized.words import Chunk, Slots
 
 _COLLECTIVES = ("nccl", "nvshmem")
 # Structure of cuda.h by kind, and its bytes.
@@ -85,7 +85,7 @@ def check_alike(first: list[Node], second: list[Node]) -> None:
 
 
 class Parameters:
-    """The parameters of a graph's nodes, of which those are set that change, and executables made with them.
+    """The parameters of a graph's nodes, and executables made with them.
 
     An executable keeps the addresses that it is made with. In one whose nodes were set afterwards, by a call for each
     or by cuGraphExecUpdate, CUPTI 13.0 ends the process at some later launch, once it was used: torch's profiler does.
@@ -94,9 +94,7 @@ class Parameters:
     """
 
     def __init__(self, graph: driver.Graph, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray, slots: Slots):
-        self._graph = graph
-        self._blob = blob
-        self._patcher = Patcher(blob, slots)
+        self._graph, self._blob, self._slots = graph, blob, slots
         self._keep: list = []
         parts: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
@@ -109,26 +107,21 @@ class Parameters:
         }
 
     def executable(self, bases: list[int]) -> tuple[Any, int]:
-        """Make a CUgraphExec with these addresses; return it and the number of nodes that changed from the last one."""
-        changed = self._patcher.patch(bases)
-        try:
-            self._set(changed)
-            return self._graph.instantiate(), len(changed)
-        except BaseException:
-            # The next one sets all addresses again.
-            self._patcher.forget()
-            raise
+        """Make a CUgraphExec with these addresses; return it and the number of nodes that were set.
 
-    def overwrite(self, words: list[Unexplained], values: list[int]) -> None:
-        """Write other values in the place of words that are no address, for executables made from now on."""
-        self._set(self._patcher.overwrite(words, values))
-
-    def _set(self, changed: list[int]):
-        """Set the parameters of some nodes, by index. DriverError names the node."""
-        results = map(operator.call, [self._calls[index] for index in changed])
-        for index, (error,) in zip(changed, results, strict=True):
+        All nodes are set each time. The driver looks up memory where a copy is set, and that may have been freed and
+        be at the same address again: an executable made with the older memory ends the process, or fails.
+        """
+        words.place(self._blob, self._slots, bases)
+        results = map(operator.call, self._calls.values())
+        for index, (error,) in zip(self._calls, results, strict=True):
             if error:
                 driver.check(f"setting the parameters of node {index}", error)
+        return self._graph.instantiate(), len(self._calls)
+
+    def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
+        """Write other values in the place of words that are no address, for executables made from now on."""
+        words.overwrite(self._blob, unexplained, values)
 
     def _setter(self, node, handle, chunks) -> partial:
         name = f"cuGraph{node.kind.capitalize()}NodeSetParams"

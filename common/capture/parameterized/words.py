@@ -5,7 +5,6 @@ memory have blobs of the same layout, and a word of 8 bytes that differs must be
 allocation at the same offset in both. No GPU is needed to find that out.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,12 +25,11 @@ class Chunk(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The addresses in a blob: index of the word, index of its allocation, bytes from there, and index of the node."""
+    """The addresses in a blob: index of the word, index of its allocation, and bytes from there."""
 
     position: np.ndarray
     allocation: np.ndarray
     offset: np.ndarray
-    node: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,6 @@ def explain(
     differs = np.flatnonzero(first != second)
     allocation, offset = _match(first[differs], second[differs], allocations)
     chunk_of = np.searchsorted([chunk.start for chunk in chunks], differs * 8, side="right") - 1
-    node = np.array([chunks[index].node for index in chunk_of], np.int64)
     unexplained = []
     for index in np.flatnonzero(allocation < 0):
         position, chunk = int(differs[index]), chunks[chunk_of[index]]
@@ -96,7 +93,7 @@ def explain(
         place = chunk.offset + 8 * position - chunk.start
         unexplained.append(Unexplained(chunk.node, place, *values, position, any(map(is_address, values))))
     hit = allocation >= 0
-    return Slots(differs[hit], allocation[hit], offset[hit], node[hit]), unexplained
+    return Slots(differs[hit], allocation[hit], offset[hit]), unexplained
 
 
 def _match(first, second, allocations):
@@ -113,39 +110,12 @@ def _match(first, second, allocations):
     return allocation, offsets
 
 
-class Patcher:
-    """Writes new addresses into the blob of a capture, in place."""
+def place(blob: np.ndarray, slots: Slots, bases: list[int]) -> None:
+    """Write the addresses of a launch into a blob, in place; `bases` are those of the allocations."""
+    blob.view(np.uint64)[slots.position] = np.array(bases, np.uint64)[slots.allocation] + slots.offset.astype(np.uint64)
 
-    def __init__(self, blob: np.ndarray, slots: Slots):
-        self._words = blob.data.cast("Q")
-        self._bases: list[int] = []
-        # By allocation: position and offset of its slots, and its nodes. Most have few; an array of NumPy costs more.
-        self._places: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._nodes: dict[int, set[int]] = defaultdict(set)
-        for position, allocation, offset, node in zip(*(column.tolist() for column in slots), strict=True):
-            self._places[allocation].append((position, offset))
-            self._nodes[allocation].add(node)
 
-    def patch(self, bases: list[int]) -> list[int]:
-        """Write the addresses of allocations that moved since the last call; return the changed nodes, by index."""
-        if bases == self._bases:
-            return []
-        before = self._bases or [-1] * len(bases)
-        self._bases = list(bases)
-        nodes: set[int] = set()
-        for index, (base, old) in enumerate(zip(bases, before, strict=True)):
-            if base != old and index in self._nodes:
-                for position, offset in self._places[index]:
-                    self._words[position] = base + offset
-                nodes |= self._nodes[index]
-        return sorted(nodes)
-
-    def forget(self) -> None:
-        """Let the next call write all addresses."""
-        self._bases = []
-
-    def overwrite(self, words: list[Unexplained], values: list[int]) -> list[int]:
-        """Write other values in the place of unexplained words; return the nodes that changed, by index."""
-        for word, value in zip(words, values, strict=True):
-            self._words[word.position] = value
-        return sorted({word.node for word in words})
+def overwrite(blob: np.ndarray, unexplained: list[Unexplained], values: list[int]) -> None:
+    """Write other values in the place of words that are no address, in place."""
+    for word, value in zip(unexplained, values, strict=True):
+        blob.view(np.uint64)[word.position] = value

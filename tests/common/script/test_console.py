@@ -64,7 +64,7 @@ def test_regions_that_run_eagerly_are_listed_with_the_reason(printed):
     said = printed(capture_report=report | patching)
     assert (
         "coverage             90.0 %  of forward and backward: 90 nodes in regions, 10 beside them\n"
-        "patching            0.88 us  of the host for a node that gets new addresses: 3.14 in a launch\n"
+        "patching            0.88 us  of the host for a node with new addresses: 3.14 in a launch\n"
         "refused           forward 1  reads\n"
         "refused           forward 2  it never ran\n"
         "memory"
