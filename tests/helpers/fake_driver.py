@@ -80,8 +80,8 @@ class FakeDriver:
         self._handles = itertools.count(1000)
         self.graphs, self.nodes, self.executables = {}, {}, {}
         self.functions, self.error, self.destroyed = {}, {}, []
-        # (executable, its node) of each call that set parameters.
-        self.set = []
+        # The graph's node, or (executable, the node), of each call that set parameters. num_frees: torch's count.
+        self.set, self.num_frees = [], 0
 
     def add(self, *nodes):
         graph = next(self._handles)
@@ -185,6 +185,9 @@ class FakeDriver:
         self.executables[executable] = {node: self.nodes[node] for node in self.graphs[graph]}
         return (executable,)
 
+    def _cuCtxGetCurrent(self):
+        return (77,)
+
     def _read(self, node, params):
         """A node with the parameters that it is given."""
         kind, *rest = node
@@ -198,6 +201,14 @@ class FakeDriver:
         self.nodes[node] = self._read(self.nodes[node], params)
         return ()
 
+    def _set_in_executable(self, executable, node, params, context=77):
+        assert context == 77
+        self.set.append((executable, node))
+        self.executables[executable][node] = self._read(self.executables[executable][node], params)
+        return ()
+
+    _cuGraphExecKernelNodeSetParams = _cuGraphExecMemsetNodeSetParams = _set_in_executable
+    _cuGraphExecMemcpyNodeSetParams = _set_in_executable
     _cuGraphKernelNodeSetParams = _cuGraphMemsetNodeSetParams = _cuGraphMemcpyNodeSetParams = _set_in_graph
 
     def _cuGraphExecDestroy(self, executable):
@@ -238,6 +249,7 @@ def install(monkeypatch) -> FakeDriver:
         "device": lambda device: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: False,
         "current_stream": lambda device: SimpleNamespace(cuda_stream=7),
+        "memory_stats_as_nested_dict": lambda device: {"num_device_free": fake.num_frees},
         "mem_get_info": lambda device: (next(free), 1 << 30),
     }
     for name, function in of_torch.items():

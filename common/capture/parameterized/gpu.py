@@ -1,11 +1,12 @@
-"""A region on a GPU: an executable for each set of addresses, made when a launch first has them."""
+"""A region on a GPU: an executable for each set of addresses, or where there are many the nearest one, set anew."""
 
 import threading
 import time
 import weakref
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from common.capture import memory
@@ -15,10 +16,28 @@ from common.capture.parameterized import driver, random_state, words
 from common.capture.parameterized.analysis import Analysis
 from common.capture.parameterized.nodes import Parameters
 
-# Of a region. Where more sets of addresses take turns, the one that was launched longest ago is made again.
-_MAX_EXECUTABLES = 256
+# Of a region. Where more sets of addresses take turns, the nearest executable gets the addresses that differ.
+_MAX_EXECUTABLES = 64
 # Of all regions: a launch reads the generator's offset and moves it.
 _launching = threading.Lock()
+
+
+class _Executable(NamedTuple):
+    """A CUgraphExec, the addresses of its allocations, and `_num_frees` when it was made.
+
+    is_moved: they are others than it was made with. Where that memory has gone, CUPTI 13.0 ends the process at a
+    launch, once a profiler has used it.
+    """
+
+    handle: Any
+    bases: np.ndarray
+    num_frees: int
+    is_moved: bool = False
+
+
+def _num_frees(device) -> int:
+    """How often torch's allocator gave memory back to the driver."""
+    return torch.cuda.memory_stats_as_nested_dict(device)["num_device_free"]
 
 
 class GpuRegion:
@@ -40,8 +59,8 @@ class GpuRegion:
         self._results = analysis.results
         self._graph = driver.Graph(first.graph.raw_cuda_graph(), [node.handle for node in first.nodes])
         self._parameters = Parameters(self._graph, first.nodes, analysis.chunks, analysis.blob, analysis.slots)
-        # By addresses, in the order of their last launch.
-        self._executables: dict[tuple[int, ...], Any] = {}
+        # By addresses.
+        self._executables: dict[tuple[int, ...], _Executable] = {}
         self._free = weakref.finalize(self, self._graph.destroy)
         self._free.atexit = False
         self.num_launches, self.num_patched, self.patch_s = 0, 0, 0.0
@@ -91,25 +110,45 @@ class GpuRegion:
         """Launch an executable with these addresses, or leave the generator as it was."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with _launching, random_state.drawn(self.device, self._increment) as seeds:
-            bases = [tensor.data_ptr() for tensor in (*inputs, *seeds, *arenas)]
-            key = tuple(bases)
-            executable = self._executables.pop(key, None) or self._made(bases)
-            self._executables[key] = executable
-            driver.launch(executable, stream)
+            bases = tuple(tensor.data_ptr() for tensor in (*inputs, *seeds, *arenas))
+            executable = self._executables.get(bases)
+            if executable is None or (executable.is_moved and executable.num_frees != _num_frees(self.device)):
+                executable = self._with(bases)
+            driver.launch(executable.handle, stream)
             self.num_launches += 1
 
-    def _made(self, bases):
-        """A new executable; the memory that the driver takes for it is counted while there may be more of them."""
-        start, is_full = time.perf_counter(), len(self._executables) == _MAX_EXECUTABLES
-        if is_full:
-            self._graph.drop(self._executables.pop(next(iter(self._executables))))
-        free = 0 if is_full else torch.cuda.mem_get_info(self.device)[0]
-        executable, num_nodes = self._parameters.executable(bases)
-        self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0) if free else 0
-        self.report["executables"] += 1
-        self.num_patched += num_nodes
+    def _with(self, key):
+        """An executable with these addresses: a new one, or the nearest where there are many, with nodes set."""
+        start, bases, num_frees = time.perf_counter(), np.array(key, np.int64), _num_frees(self.device)
+        found = self._executables.pop(self._nearest(key, bases), None)
+        try:
+            if found is None or found.num_frees != num_frees:
+                made, num_set = self._made(bases, num_frees)
+            else:
+                num_set = self._parameters.move(found.handle, found.bases, bases)
+                made, found = _Executable(found.handle, bases, num_frees, is_moved=True), None
+        finally:
+            if found is not None:
+                self._graph.drop(found.handle)
+        self._executables[key] = made
+        self.num_patched += num_set
         self.patch_s += time.perf_counter() - start
-        return executable
+        return made
+
+    def _nearest(self, key, bases):
+        """The addresses of the executable with the fewest others, once there are enough."""
+        if key in self._executables or len(self._executables) < _MAX_EXECUTABLES:
+            return key
+        others = np.array([executable.bases for executable in self._executables.values()]) != bases
+        return list(self._executables)[int(others.sum(axis=1).argmin())]
+
+    def _made(self, bases, num_frees):
+        """A new executable, and its number of nodes; the memory that the driver takes for it is counted."""
+        free = torch.cuda.mem_get_info(self.device)[0]
+        handle, num_set = self._parameters.executable(bases)
+        self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
+        self.report["executables"] += 1
+        return _Executable(handle, bases, num_frees), num_set
 
     def start(self) -> None:
         """Drop the executables made so far, whose addresses come no more, and count from here."""
@@ -121,7 +160,7 @@ class GpuRegion:
         """Write other values in the place of words that are no address, and drop the executables made before."""
         self._parameters.overwrite(unexplained, values)
         while self._executables:
-            self._graph.drop(self._executables.popitem()[1])
+            self._graph.drop(self._executables.popitem()[1].handle)
 
     def release(self) -> None:
         """Free the graph and what it read. Results of earlier calls stay."""

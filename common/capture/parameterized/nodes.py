@@ -1,9 +1,7 @@
 """The nodes of a captured CUDA graph as bytes that can be compared, patched and handed back."""
 
 import ctypes
-import operator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,10 +83,7 @@ def check_alike(first: list[Node], second: list[Node]) -> None:
 
 
 class Parameters:
-    """The parameters of a graph's nodes, and executables made with them.
-
-    An executable keeps the addresses that it is made with. In one whose nodes were set afterwards, by a call for each
-    or by cuGraphExecUpdate, CUPTI 13.0 ends the process at some later launch, once it was used: torch's profiler does.
+    """The parameters of a graph's nodes, and executables with them.
 
     nodes: as read from the capture. chunks, blob: their parameters, which are changed in place. slots: the addresses.
     """
@@ -99,33 +94,38 @@ class Parameters:
         parts: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
             parts[chunk.node].append(chunk)
-        # The call that sets the parameters of each node that has some.
-        self._calls = {
-            index: self._setter(node, graph.nodes[index], parts[index])
-            for index, node in enumerate(nodes)
+        # What sets a node's parameters, by index: the end of the call's name, and what it is given.
+        self._given = {
+            index: (f"{node.kind.capitalize()}NodeSetParams", (handle, self._structure(node, handle, parts[index])))
+            for index, (node, handle) in enumerate(zip(nodes, graph.nodes, strict=True))
             if parts[index]
         }
+        self._context = driver.call("cuCtxGetCurrent")
 
-    def executable(self, bases: list[int]) -> tuple[Any, int]:
+    def executable(self, bases: np.ndarray) -> tuple[Any, int]:
         """Make a CUgraphExec with these addresses; return it and the number of nodes that were set.
 
-        All nodes are set each time. The driver looks up memory where a copy is set, and that may have been freed and
-        be at the same address again: an executable made with the older memory ends the process, or fails.
+        All are set each time. The driver looks up memory where a copy is set, and that may have been freed and be at
+        the same address again: an executable made with the older memory ends the process, or its launch fails.
         """
         words.place(self._blob, self._slots, bases)
-        results = map(operator.call, self._calls.values())
-        for index, (error,) in zip(self._calls, results, strict=True):
-            if error:
-                driver.check(f"setting the parameters of node {index}", error)
-        return self._graph.instantiate(), len(self._calls)
+        for name, given in self._given.values():
+            driver.call(f"cuGraph{name}", *given)
+        return self._graph.instantiate(), len(self._given)
+
+    def move(self, executable, old: np.ndarray, bases: np.ndarray) -> int:
+        """Set the nodes of an executable that have an address in an allocation that moved; return their number."""
+        words.place(self._blob, self._slots, bases)
+        moved = np.unique(self._slots.node[(old != bases)[self._slots.allocation]]).tolist()
+        for index in moved:
+            name, given = self._given[index]
+            of_memory = () if name.startswith("Kernel") else (self._context,)
+            driver.call(f"cuGraphExec{name}", executable, *given, *of_memory)
+        return len(moved)
 
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
         """Write other values in the place of words that are no address, for executables made from now on."""
         words.overwrite(self._blob, unexplained, values)
-
-    def _setter(self, node, handle, chunks) -> partial:
-        name = f"cuGraph{node.kind.capitalize()}NodeSetParams"
-        return partial(getattr(driver.cu, name), handle, self._structure(node, handle, chunks))
 
     def _structure(self, node, handle, chunks):
         """The driver's structure of a node, over bytes of the blob."""

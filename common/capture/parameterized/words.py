@@ -25,11 +25,12 @@ class Chunk(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The addresses in a blob: index of the word, index of its allocation, and bytes from there."""
+    """The addresses in a blob: index of the word, index of its allocation, bytes from there, and index of the node."""
 
     position: np.ndarray
     allocation: np.ndarray
     offset: np.ndarray
+    node: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def explain(
     differs = np.flatnonzero(first != second)
     allocation, offset = _match(first[differs], second[differs], allocations)
     chunk_of = np.searchsorted([chunk.start for chunk in chunks], differs * 8, side="right") - 1
+    node = np.array([chunks[index].node for index in chunk_of], np.int64)
     unexplained = []
     for index in np.flatnonzero(allocation < 0):
         position, chunk = int(differs[index]), chunks[chunk_of[index]]
@@ -93,7 +95,7 @@ def explain(
         place = chunk.offset + 8 * position - chunk.start
         unexplained.append(Unexplained(chunk.node, place, *values, position, any(map(is_address, values))))
     hit = allocation >= 0
-    return Slots(differs[hit], allocation[hit], offset[hit]), unexplained
+    return Slots(differs[hit], allocation[hit], offset[hit], node[hit]), unexplained
 
 
 def _match(first, second, allocations):
@@ -110,9 +112,9 @@ def _match(first, second, allocations):
     return allocation, offsets
 
 
-def place(blob: np.ndarray, slots: Slots, bases: list[int]) -> None:
-    """Write the addresses of a launch into a blob, in place; `bases` are those of the allocations."""
-    blob.view(np.uint64)[slots.position] = np.array(bases, np.uint64)[slots.allocation] + slots.offset.astype(np.uint64)
+def place(blob: np.ndarray, slots: Slots, bases: np.ndarray) -> None:
+    """Write the addresses of a launch into a blob, in place; `bases` are those of the allocations, int64."""
+    blob.view(np.int64)[slots.position] = bases[slots.allocation] + slots.offset
 
 
 def overwrite(blob: np.ndarray, unexplained: list[Unexplained], values: list[int]) -> None:

@@ -392,47 +392,75 @@ def test_addresses_that_stay_are_not_patched_again(device):
 
 
 PROFILED = """
+import sys
 import torch
-from common.capture.parameterized import backend
+from torch import nn
+from common.capture.parameterized import backend, gpu
 from common.measuring import trace
-from tests.common.capture.parameterized.test_gpu import Block
 
+gpu._MAX_EXECUTABLES = int(sys.argv[1])
 device = torch.device("cuda", torch.cuda.current_device())
 counter = torch.ones(9, device=device)
 trace.profile(lambda count: [counter.add_(1) for _ in range(count)], 4, 2)
-blocks = [Block(256, 0.1).to(device, torch.bfloat16) for _ in range(8)]
+layer = nn.TransformerEncoderLayer(256, 4, batch_first=True, device=device)
+layer.forward = torch.compile(layer.forward, backend="parameterized", dynamic=False)
 held = []
-
-
-@torch.compile(backend="parameterized", fullgraph=True, dynamic=False)
-def net(x):
-    for block in blocks:
-        x = block(x)
-    return x
 
 
 def steps(count):
     for index in range(count):
         held[:] = held[-3:] + [torch.empty(1 + 65536 * (index % 7), device=device)]
-        x = torch.randn(2, 128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
-        net(x).float().square().mean().backward()
+        layer(torch.randn(8, 128, 256, device=device).requires_grad_()).square().mean().backward()
 
 
 with backend.collecting(regions := backend.Regions()):
     steps(4)
 assert {region.state for region in regions.all} == {"parameterized"}, [region.reason for region in regions.all]
-before = sum(region.row()["executables"] for region in regions.all)
 for _ in range(2):
     trace.profile(steps, 8, 200)
-print(sum(region.row()["executables"] for region in regions.all) - before)
+    torch.cuda.empty_cache()
+print(sum(region.counts()["num_patched"] for region in regions.all))
 """
 
 
-def test_a_profiler_after_another_one_survives_addresses_that_move():
-    """With CUPTI 13.0 launches of executables whose nodes had been set anew ended the process, by the hundredth."""
-    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize("executables", [64, 1])
+def test_a_profiler_after_another_one_survives_addresses_that_move(executables):
+    """CUPTI 13.0 ends the process where memory has gone that an executable was made with before it was moved."""
+    command = [sys.executable, "-c", PROFILED, str(executables)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 4
+
+
+COPIES = """
+import torch
+from tests.helpers.regions import Captured
+
+device = torch.device("cuda", torch.cuda.current_device())
+
+
+def make():
+    return torch.randn(1 << 22, device=device)
+
+
+run = Captured(lambda x, y: [(x.clone() * y).clone()], [make(), make()])
+kept, addresses = [make() for _ in range(6)], []
+for y in kept:
+    x = make()
+    addresses.append(x.data_ptr())
+    (result,) = run(x, y)
+    assert torch.equal(result, x * y)
+    del x, result
+    torch.cuda.empty_cache()
+print(len(addresses) - len(set(addresses)))
+"""
+
+
+def test_memory_that_is_at_the_same_address_again_is_copied():
+    """The driver looks up memory where a copy is set, so that one that was set before would be of the older memory."""
+    done = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 0
 
 
 def refusals():

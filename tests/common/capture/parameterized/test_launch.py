@@ -72,23 +72,57 @@ def test_each_set_of_addresses_has_an_executable_and_steady_steps_make_none(fake
     assert region.report["executables"] == len(fake.executables) == 5
 
 
-def test_more_sets_of_addresses_than_executables_take_turns_and_stay_right(fake, monkeypatch):
+@pytest.fixture
+def turns(fake, monkeypatch):
+    """A region of two executables, and launch(x, w), which tells how many nodes it set and executables it made."""
     monkeypatch.setattr(gpu, "_MAX_EXECUTABLES", 2)
     region = layer(fake).region()
     arenas = [torch.empty(size, dtype=torch.uint8) for size in region._sizes]
-    pairs = [(floats(n), floats(n + 50)) for n in range(4)]
 
     def launch(x, w):
         made = region.report["executables"]
+        fake.set.clear()
         region._launch([x, w], arenas)
         assert torch.equal(region._result(region._results[0], [x, w], arenas), expected(x, w))
-        assert len(fake.executables) <= 2
-        return region.report["executables"] - made
+        assert len(fake.executables) <= 2 and len(region._executables) == len(fake.executables)
+        return len(fake.set), region.report["executables"] - made
 
-    assert [launch(*pair) for pair in pairs * 2] == [1] * 8
-    # The one that was launched longest ago goes.
-    assert [launch(*pairs[index]) for index in (3, 2, 0, 2, 3)] == [0, 0, 1, 0, 1]
-    assert region.report["driver_bytes"] == 2 * 1024
+    yield region, launch
+    region.release()
+
+
+def test_more_sets_of_addresses_than_executables_set_what_moved_in_the_nearest_one(fake, turns):
+    region, launch = turns
+    xs, weights = [floats(n) for n in range(3)], [floats(n + 50) for n in range(3)]
+    assert [launch(xs[0], weights[0]), launch(xs[1], weights[1])] == [(3, 1), (3, 1)]
+    # The weights are read by one node, x by two. Both layers keep an executable.
+    assert [launch(xs[2], weights[0]), launch(xs[2], weights[1])] == [(2, 0), (2, 0)]
+    assert [launch(xs[2], weights[0]), launch(xs[0], weights[0])] == [(0, 0), (2, 0)]
+    assert [launch(xs[0], weights[2]), launch(xs[2], weights[1])] == [(1, 0), (0, 0)]
+    assert region.report["driver_bytes"] == 2 * 1024 and region.num_patched == 3 + 3 + 2 + 2 + 2 + 1
+
+
+def test_an_executable_is_made_anew_where_memory_that_it_was_made_with_may_have_gone(fake, turns):
+    _, launch = turns
+    xs, w = [floats(n) for n in range(4)], floats(50)
+    assert [launch(x, w) for x in xs[:3]] == [(3, 1), (3, 1), (2, 0)]
+    fake.num_frees += 1
+    # One has the addresses that it was made with, the other one was moved.
+    assert [launch(x, w) for x in (xs[1], xs[2], xs[2])] == [(0, 0), (3, 1), (0, 0)]
+    fake.num_frees += 1
+    assert [launch(xs[3], w), launch(xs[3], w)] == [(3, 1), (0, 0)]
+
+
+def test_a_failure_while_an_executable_is_moved_drops_it(fake, turns):
+    _, launch = turns
+    xs, w = [floats(n) for n in range(3)], floats(50)
+    assert [launch(x, w) for x in xs[:2]] == [(3, 1), (3, 1)]
+    fake.error = {"cuGraphExecKernelNodeSetParams": CUresult.CUDA_ERROR_UNKNOWN}
+    with pytest.raises(driver.DriverError, match="cuGraphExecKernelNodeSetParams"):
+        launch(xs[2], w)
+    assert len(fake.executables) == 1
+    fake.error = {}
+    assert launch(xs[2], w) == (3, 1)
 
 
 def test_a_region_that_is_dropped_frees_its_executables_and_release_frees_them_once(fake):
@@ -300,7 +334,7 @@ def test_a_failure_while_addresses_are_set_leaves_no_node_at_an_old_one(fake):
     first, second = ([torch.empty(size, dtype=torch.uint8) for size in region._sizes] for _ in range(2))
     region._launch([x, w], first)
     for call, message in (
-        ("cuGraphMemsetNodeSetParams", "parameters of node 1"),
+        ("cuGraphMemsetNodeSetParams", "MemsetNodeSetParams"),
         ("cuGraphInstantiate", "Instantiate"),
     ):
         fake.error = {call: CUresult.CUDA_ERROR_UNKNOWN}

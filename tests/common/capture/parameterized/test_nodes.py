@@ -3,6 +3,7 @@
 import ctypes
 import struct
 
+import numpy as np
 import pytest
 
 from common.capture.checks import RegionRefused
@@ -56,12 +57,12 @@ def test_every_node_is_launched_with_the_addresses_of_the_call(fake):
     _, other = words.layout([node.parameters for node in second])
     slots, unexplained = words.explain(chunks, (blob, other), [(X, Y, 4096)], bool)
     assert not unexplained
-    assert slots.offset.tolist() == [16, 64, 32, 0, 128]
+    assert slots.node.tolist() == [0, 1, 2, 3, 3]
 
     made = graph(fake, X)
     parameters = nodes.Parameters(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
     for base in (0x7A00_0000_0000, 0x7B00_0000_0000):
-        executable, num_set = parameters.executable([base])
+        executable, num_set = parameters.executable(np.array([base]))
         assert num_set == 4
         kernel, other, memset, memcpy, _ = fake.executables[executable].values()
         assert kernel[-1] == [struct.pack("<I", 7), struct.pack("<QQ", base + 16, 3)]
@@ -85,8 +86,27 @@ def test_nodes_at_addresses_that_came_before_are_set_anew(fake):
     parameters = nodes.Parameters(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
     for _ in range(2):
         fake.set.clear()
-        parameters.executable([X])
+        parameters.executable(np.array([X]))
         assert [node for _, node in fake.set] == fake.graphs[made][:4]
+
+
+def test_a_node_with_another_address_alone_is_moved(fake):
+    made = graph(fake, X)
+    first = nodes.read_nodes(made)
+    chunks, blob = words.layout([node.parameters for node in first])
+    _, other = words.layout([node.parameters for node in nodes.read_nodes(graph(fake, Y))])
+    parts = [(X + start, Y + start, 16) for start in (0, 16, 32, 64, 128)]
+    slots, _ = words.explain(chunks, (blob, other), parts, bool)
+    parameters = nodes.Parameters(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
+    bases = np.array([base for base, _, _ in parts])
+    executable, _ = parameters.executable(bases)
+    for moving, index, word in ((0, 3, 48), (2, 2, 0), (4, 3, 136)):
+        fake.set.clear()
+        old, bases = bases, bases + 4096 * (np.arange(5) == moving)
+        assert parameters.move(executable, old, bases) == 1
+        (_, node), *others = fake.set
+        assert node[1] == fake.graphs[made][index] and not others
+        assert struct.unpack_from("<Q", fake.executables[executable][node][-1], word)[0] == bases[moving]
 
 
 def collective(parameter):

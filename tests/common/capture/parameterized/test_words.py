@@ -2,6 +2,7 @@
 
 import struct
 
+import numpy as np
 import pytest
 
 from common.capture.parameterized import words
@@ -34,6 +35,7 @@ def test_addresses_are_found_in_inputs_segments_and_structures():
     inner = tuple(struct.pack("<IIQQI", 1, 2, X[s] + 16, SEGMENT[s] + 4096, 3) for s in (0, 1))
     _, slots, unexplained = find([moved("<Q", Y, 0), (same, same)], [inner])
     assert not unexplained
+    assert slots.node.tolist() == [0, 1, 1]
     assert slots.allocation.tolist() == [1, 0, 2]
     assert slots.offset.tolist() == [0, 16, 4096]
 
@@ -119,7 +121,7 @@ def test_a_launch_writes_what_a_capture_at_those_addresses_would_hold():
     for moving in (None, 1, 0, 3):
         if moving is not None:
             bases[moving] += 512
-        words.place(blob, slots, bases)
+        words.place(blob, slots, np.array(bases))
         _, expected = words.layout(
             [[(0, data) for data in node(bases)], [(0, other)], [(0, struct.pack("<Q", bases[1] + 8))]]
         )
@@ -145,5 +147,5 @@ def test_all_that_moved_and_nothing_else_is_written():
     bases = [0x7A00_0000_0000 + i * 512 for i in range(count)]
     for moved in ([], [3], [0, 4, 9], range(20), [29]):
         bases = [base + 4096 * (index in moved) for index, base in enumerate(bases)]
-        words.place(blob, slots, bases)
+        words.place(blob, slots, np.array(bases))
         assert blob.tobytes() == blob_at(bases)[1].tobytes()
