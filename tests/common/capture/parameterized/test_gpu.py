@@ -432,37 +432,6 @@ def test_a_profiler_after_another_one_survives_addresses_that_move(executables):
     assert int(done.stdout.split()[-1]) > 4
 
 
-COPIES = """
-import torch
-from tests.helpers.regions import Captured
-
-device = torch.device("cuda", torch.cuda.current_device())
-
-
-def make():
-    return torch.randn(1 << 22, device=device)
-
-
-run = Captured(lambda x, y: [(x.clone() * y).clone()], [make(), make()])
-kept, addresses = [make() for _ in range(6)], []
-for y in kept:
-    x = make()
-    addresses.append(x.data_ptr())
-    (result,) = run(x, y)
-    assert torch.equal(result, x * y)
-    del x, result
-    torch.cuda.empty_cache()
-print(len(addresses) - len(set(addresses)))
-"""
-
-
-def test_memory_that_is_at_the_same_address_again_is_copied():
-    """The driver looks up memory where a copy is set, so that one that was set before would be of the older memory."""
-    done = subprocess.run([sys.executable, "-c", COPIES], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 0
-
-
 def refusals():
     host = torch.randn(64, 64).pin_memory() if torch.cuda.is_available() else torch.ones(1)
     counter, kept = [0], []
