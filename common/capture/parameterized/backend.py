@@ -238,6 +238,9 @@ def _plain(tensor):
 
 def _reason_against_inputs(inputs, written) -> str:
     """The reason why these inputs cannot be launched. Later ones are like them, by Dynamo's guards and `_totals`."""
+    if len({tensor.device for tensor in inputs}) > 1:
+        # Such as the seeds of attention that ran eagerly, which are on the CPU whatever the compiler says.
+        return "its inputs are on several devices"
     if any(inputs[index].is_conj() or inputs[index].is_neg() for index in written):
         return "it writes an input that is lazily conjugated or negated"
     ranges = [(tensor.data_ptr(), tensor.data_ptr() + memory.extent(tensor)) for tensor in inputs]

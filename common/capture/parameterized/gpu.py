@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from common.capture import memory
-from common.capture.checks import CaptureError
+from common.capture.checks import CaptureError, RegionRefused
 from common.capture.host_graph_memory import held_outside
 from common.capture.parameterized import driver, random_state, words
 from common.capture.parameterized.analysis import Analysis
@@ -49,7 +49,7 @@ class GpuRegion:
 
     def __init__(self, fn, analysis: Analysis, device: torch.device):
         first, plan = analysis.first, analysis.plan
-        self.device = device
+        self.device, self._on_gpu = device, device.type == "cuda"
         self.written = analysis.written
         self._fn = fn
         self._read = [(storage, storage.data_ptr()) for storage in analysis.read]
@@ -82,7 +82,7 @@ class GpuRegion:
 
         Raises:
             CaptureError: the region was released, runs inside a capture, or reads a tensor that was replaced.
-            driver.DriverError: nothing was launched.
+            driver.DriverError, RegionRefused: nothing was launched.
         """
         if not self._free.alive:
             raise CaptureError("call of a parameterized region that was released")
@@ -92,6 +92,8 @@ class GpuRegion:
             for storage, address in self._read:
                 if storage.data_ptr() != address or not held_outside(storage):
                     raise CaptureError("a tensor that a parameterized region reads besides its inputs was replaced")
+            if any(tensor.is_cuda is not self._on_gpu for tensor in inputs):
+                raise RegionRefused("an input is on another device than before")
             # Kernels were chosen for aligned addresses.
             aligned = [memory.clone(tensor) if tensor.data_ptr() & 15 else tensor for tensor in inputs]
             arenas = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in self._sizes]

@@ -246,3 +246,10 @@ def test_a_graph_that_no_capture_holds_stays_eager_where_released_regions_are_ca
         assert torch.equal(scaled(x), x * 5)
         assert [(region.state, "symbolic" in region.reason) for region in collected.all] == [("eager", True)]
         collected.release()
+
+
+def test_inputs_on_several_devices_are_a_reason_whatever_the_compiler_says():
+    """The compiler takes the seeds of attention for tensors of the GPU; eager returns them on the CPU."""
+    inputs = [torch.ones(3), torch.ones(3, device="meta")]
+    assert backend._reason_against_inputs(inputs, ()) == "its inputs are on several devices"
+    assert not backend._reason_against_inputs(inputs[:1] * 2, ())

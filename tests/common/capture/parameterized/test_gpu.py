@@ -394,32 +394,40 @@ def test_addresses_that_stay_are_not_patched_again(device):
 PROFILED = """
 import sys
 import torch
-from torch import nn
 from common.capture.parameterized import backend, gpu
 from common.measuring import trace
+from tests.common.capture.parameterized.test_gpu import Block
 
 gpu._MAX_EXECUTABLES = int(sys.argv[1])
 device = torch.device("cuda", torch.cuda.current_device())
 counter = torch.ones(9, device=device)
 trace.profile(lambda count: [counter.add_(1) for _ in range(count)], 4, 2)
-layer = nn.TransformerEncoderLayer(256, 4, batch_first=True, device=device)
-layer.forward = torch.compile(layer.forward, backend="parameterized", dynamic=False)
+blocks = [Block(256, 0.1).to(device, torch.bfloat16) for _ in range(8)]
 held = []
+
+
+@torch.compile(backend="parameterized", fullgraph=True, dynamic=False)
+def net(x):
+    for block in blocks:
+        x = block(x)
+    return x
 
 
 def steps(count):
     for index in range(count):
         held[:] = held[-3:] + [torch.empty(1 + 65536 * (index % 7), device=device)]
-        layer(torch.randn(8, 128, 256, device=device).requires_grad_()).square().mean().backward()
+        x = torch.randn(2, 128, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+        net(x).float().square().mean().backward()
 
 
 with backend.collecting(regions := backend.Regions()):
     steps(4)
 assert {region.state for region in regions.all} == {"parameterized"}, [region.reason for region in regions.all]
+before = sum(region.counts()["num_patched"] for region in regions.all)
 for _ in range(2):
     trace.profile(steps, 8, 200)
     torch.cuda.empty_cache()
-print(sum(region.counts()["num_patched"] for region in regions.all))
+print(sum(region.counts()["num_patched"] for region in regions.all) - before)
 """
 
 

@@ -372,6 +372,15 @@ def test_whatever_fails_before_a_launch_leaves_the_region_eager_and_an_error_aft
     assert region.state == "parameterized"
 
 
+def test_an_input_on_another_device_leaves_the_region_eager(fake):
+    """Attention that runs eagerly returns its seeds on the CPU, where a kernel would read them in a launch."""
+    region = Region("backward 0", "parameterized")
+    region.captured = layer(fake).region()
+    region.captured._on_gpu = True
+    assert region.launch([floats(0), floats(1)]) is None
+    assert (region.state, region.reason) == ("eager", "a launch failed: an input is on another device than before")
+
+
 def test_a_launch_inside_a_capture_is_an_error(fake, monkeypatch):
     region = Region("forward 0", "parameterized")
     region.captured = layer(fake).region()
