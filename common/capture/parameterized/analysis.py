@@ -47,7 +47,6 @@ class Captured:
         """Drop the capture with its pool."""
         self.graph.reset()
         self.inputs.clear()
-        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -178,7 +177,6 @@ class _Seen(TorchDispatchMode):
 
 def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     inputs = [memory.clone(tensor) for tensor in example_inputs]
-    gc.collect()
     # With a state of its own, seed and offset of the two captures have different addresses.
     with new_workspaces(), random_state.aside(device):
         graph, result, made, segments = _record(fn, inputs, mode, device)
@@ -187,15 +185,21 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     mode.keep_outside(given + segments)
     outputs = [_place(index, leaf, device, given, blocks) for index, leaf in enumerate(result)]
     del result
-    gc.collect()
-    parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
-    check_none_kept(sum(block["state"] == "active_allocated" for part in parts for block in part["blocks"]))
+    if _num_kept(graph):
+        # Cycles of Python objects may be all that holds them. A collection takes half a second, so not always.
+        gc.collect()
+        check_none_kept(_num_kept(graph))
     # Some versions of torch make seed and offset for every capture, others where one draws.
     seeds = [block[:2] for block in made if block.size == _SEED_BYTES and memory.find(block.address, segments) < 0]
     if draws and len(seeds) != 2:
         raise RegionRefused("random numbers are drawn from another state of a generator than torch's own")
     given += seeds if draws else []
     return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, given, segments, blocks, outputs)
+
+
+def _num_kept(graph):
+    parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
+    return sum(block["state"] == "active_allocated" for part in parts for block in part["blocks"])
 
 
 def _place(index, leaf, device, given, blocks):
