@@ -440,6 +440,20 @@ def test_a_profiler_after_another_one_survives_addresses_that_move(executables):
     assert int(done.stdout.split()[-1]) > 4
 
 
+def test_attention_whose_seeds_are_on_the_cpu_runs_eagerly(device):
+    """Memory-efficient attention keeps its seeds on the GPU inside a capture alone."""
+    torch.use_deterministic_algorithms(False)
+    layer = nn.TransformerEncoderLayer(256, 4, batch_first=True, device=device)
+    layer.forward = torch.compile(layer.forward, backend="parameterized", dynamic=False)
+    with backend.collecting(regions := backend.Regions()):
+        for _ in range(3):
+            layer(torch.randn(8, 128, 256, device=device, requires_grad=True)).square().mean().backward()
+    torch.cuda.synchronize()
+    (backward,) = (region for region in regions.all if region.name.startswith("backward"))
+    assert (backward.state, backward.reason) == ("eager", "its inputs are on several devices")
+    torch._dynamo.reset()
+
+
 def refusals():
     host = torch.randn(64, 64).pin_memory() if torch.cuda.is_available() else torch.ones(1)
     counter, kept = [0], []
