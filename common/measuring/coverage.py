@@ -39,11 +39,11 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
 
 
 def patching(step, regions) -> dict[str, float | None]:
-    """Measure in untraced steps how many nodes are made for new addresses, and the host's time for them.
+    """Measure in untraced steps how many nodes get new addresses, and the host's time for them.
 
     Returns:
-        patched_per_launch: nodes of new executables, for each launch of a region; patch_us_per_node: host microseconds
-        for each of them. None where there is nothing to divide by.
+        patched_per_launch: nodes set in a launch of a region, all of an executable that it makes; patch_us_per_node:
+        host microseconds for each of them. None where there is nothing to divide by.
     """
     before = _counts(regions)
     for index in range(_PATCHED_STEPS):

@@ -91,7 +91,7 @@ class Region:
             self.captured.release()
 
     def counts(self) -> dict[str, Any]:
-        """Return num_launches of the capture, num_patched nodes of new executables, and patch_s, host time for it."""
+        """Return num_launches of the capture, num_patched nodes set to new addresses, and patch_s, its host time."""
         return {name: getattr(self.captured, name, 0) for name in ("num_launches", "num_patched", "patch_s")}
 
     @property
