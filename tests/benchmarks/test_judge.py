@@ -241,7 +241,11 @@ def test_the_time_of_an_audit_counts_beyond_what_the_host_does_to_the_base():
     assert verdict(run).fault is None, "no quiet block to compare with"
     assert verdict(audited(made_run(), base_ms=(10.0, 14.0), step_ms=(13.0, 13.0))).fault is None
     assert verdict(audited(made_run(gpus=()), step_ms=(14.0, 14.0, 14.0))).fault is None
-    assert verdict(audited(made_run(gpus=()), step_ms=(16.0, 16.0, 16.0))).fault == Fault.AUDIT_TIME
+    slow = {"step_ms": (16.0, 16.0, 16.0)}
+    assert verdict(audited(made_run(gpus=()), **slow)).fault == Fault.AUDIT_TIME
+    assert verdict(audited(made_run(gpus=(), cycles=3), **slow)).fault == Fault.AUDIT_TIME
+    assert verdict(audited(made_run(gpus=(), cycles=2), **slow)).fault is None, "two blocks say little of a busy CPU"
+    assert verdict(audited(made_run(cycles=1), **slow)).fault == Fault.AUDIT_TIME
 
 
 def test_on_a_cpu_the_base_is_compared_with_what_repeats_the_audits():
