@@ -73,41 +73,10 @@ def memory_type(address: int) -> int | None:
     return None if error else int(kind)
 
 
-class Graph:
-    """A copy of a CUgraph, which may be destroyed then, and the executables made of the copy.
-
-    nodes: CUgraphNodes of the copy, in the order of the nodes given.
-    """
-
-    def __init__(self, graph: int, nodes: list):
-        self._graph = call("cuGraphClone", graph)
-        self._executables: list = []
-        self.nodes = [call("cuGraphNodeFindInClone", node, self._graph) for node in nodes]
-
-    def instantiate(self) -> Any:
-        """Return a CUgraphExec with the parameters that the copy's nodes have now."""
-        self._executables.append(call("cuGraphInstantiate", self._graph, 0))
-        return self._executables[-1]
-
-    def drop(self, executable) -> None:
-        """Free an executable. The driver finishes launches under way; it may have failed before."""
-        self._executables.remove(executable)
-        cu.cuGraphExecDestroy(executable)
-
-    def destroy(self) -> None:
-        """Free the executables and the copy."""
-        while self._executables:
-            self.drop(self._executables[0])
-        cu.cuGraphDestroy(self._graph)
-
-
 @cache
 def _graph_launch():
-    # Kineto shows launches of the runtime and leaves out the driver's. Neither holds Python's lock.
-    try:
-        return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGraphLaunch
-    except OSError:
-        return ctypes.CDLL("libcuda.so.1").cuGraphLaunch
+    # The runtime's: Kineto leaves out launches by the driver's. ctypes does not hold Python's lock meanwhile.
+    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGraphLaunch
 
 
 def launch(executable, stream: int) -> None:

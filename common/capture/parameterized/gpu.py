@@ -14,7 +14,7 @@ from common.capture.checks import CaptureError, RegionRefused
 from common.capture.host_graph_memory import held_outside
 from common.capture.parameterized import driver, random_state, words
 from common.capture.parameterized.analysis import Analysis
-from common.capture.parameterized.nodes import Parameters
+from common.capture.parameterized.nodes import Graph
 
 # Of a region. Where more sets of addresses take turns, the nearest executable gets the addresses that differ.
 _MAX_EXECUTABLES = 64
@@ -57,8 +57,8 @@ class GpuRegion:
         self._sizes, self._copies = plan.sizes, plan.copies
         self._increment = analysis.increment
         self._results = analysis.results
-        self._graph = driver.Graph(first.graph.raw_cuda_graph(), [node.handle for node in first.nodes])
-        self._parameters = Parameters(self._graph, first.nodes, analysis.chunks, analysis.blob, analysis.slots)
+        graph = first.graph.raw_cuda_graph()
+        self._graph = Graph(graph, first.nodes, analysis.chunks, analysis.blob, analysis.slots)
         # By addresses.
         self._executables: dict[tuple[int, ...], _Executable] = {}
         self._free = weakref.finalize(self, self._graph.destroy)
@@ -127,7 +127,7 @@ class GpuRegion:
             if found is None or found.num_frees != num_frees:
                 made, num_set = self._made(bases, num_frees)
             else:
-                num_set = self._parameters.move(found.handle, found.bases, bases)
+                num_set = self._graph.move(found.handle, found.bases, bases)
                 made, found = _Executable(found.handle, bases, num_frees, is_moved=True), None
         finally:
             if found is not None:
@@ -147,7 +147,7 @@ class GpuRegion:
     def _made(self, bases, num_frees):
         """A new executable, and its number of nodes; the memory that the driver takes for it is counted."""
         free = torch.cuda.mem_get_info(self.device)[0]
-        handle, num_set = self._parameters.executable(bases)
+        handle, num_set = self._graph.executable(bases)
         self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
         self.report["executables"] += 1
         return _Executable(handle, bases, num_frees), num_set
@@ -160,7 +160,7 @@ class GpuRegion:
 
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
         """Write other values in the place of words that are no address, and drop the executables made before."""
-        self._parameters.overwrite(unexplained, values)
+        self._graph.overwrite(unexplained, values)
         while self._executables:
             self._graph.drop(self._executables.popitem()[1].handle)
 

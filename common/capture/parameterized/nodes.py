@@ -8,7 +8,7 @@ import numpy as np
 
 from common.capture.checks import RegionRefused
 from common.capture.parameterized import driver, words
-from common.capture.parameterized.words import Chunk, Slots
+from common.capture.parameterized.words import Chunk, Slots, Unexplained
 
 _COLLECTIVES = ("nccl", "nvshmem")
 # Structure of cuda.h by kind, and its bytes.
@@ -82,24 +82,26 @@ def check_alike(first: list[Node], second: list[Node]) -> None:
             raise RegionRefused(f"two captures differ in node {index}: {a.name} {a.shape[2:]}, {b.name} {b.shape[2:]}")
 
 
-class Parameters:
-    """The parameters of a graph's nodes, and executables with them.
+class Graph:
+    """A copy of a captured CUgraph whose nodes take other addresses, and the executables made of the copy.
 
     nodes: as read from the capture. chunks, blob: their parameters, which are changed in place. slots: the addresses.
     """
 
-    def __init__(self, graph: driver.Graph, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray, slots: Slots):
-        self._graph, self._blob, self._slots = graph, blob, slots
+    def __init__(self, graph: int, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray, slots: Slots):
+        self._copy, self._blob, self._slots = driver.call("cuGraphClone", graph), blob, slots
+        self._executables: list = []
         self._keep: list = []
         parts: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
             parts[chunk.node].append(chunk)
         # What sets a node's parameters, by index: the end of the call's name, and what it is given.
-        self._given = {
-            index: (f"{node.kind.capitalize()}NodeSetParams", (handle, self._structure(node, handle, parts[index])))
-            for index, (node, handle) in enumerate(zip(nodes, graph.nodes, strict=True))
-            if parts[index]
-        }
+        self._given = {}
+        for index, node in enumerate(nodes):
+            if parts[index]:
+                handle = driver.call("cuGraphNodeFindInClone", node.handle, self._copy)
+                structure = self._structure(node, handle, parts[index])
+                self._given[index] = f"{node.kind.capitalize()}NodeSetParams", (handle, structure)
         self._context = driver.call("cuCtxGetCurrent")
 
     def executable(self, bases: np.ndarray) -> tuple[Any, int]:
@@ -111,7 +113,8 @@ class Parameters:
         words.place(self._blob, self._slots, bases)
         for name, given in self._given.values():
             driver.call(f"cuGraph{name}", *given)
-        return self._graph.instantiate(), len(self._given)
+        self._executables.append(driver.call("cuGraphInstantiate", self._copy, 0))
+        return self._executables[-1], len(self._given)
 
     def move(self, executable, old: np.ndarray, bases: np.ndarray) -> int:
         """Set the nodes of an executable that have an address in an allocation that moved; return their number."""
@@ -123,9 +126,21 @@ class Parameters:
             driver.call(f"cuGraphExec{name}", executable, *given, *of_memory)
         return len(moved)
 
-    def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
+    def overwrite(self, unexplained: list[Unexplained], values: list[int]) -> None:
         """Write other values in the place of words that are no address, for executables made from now on."""
-        words.overwrite(self._blob, unexplained, values)
+        for word, value in zip(unexplained, values, strict=True):
+            self._blob.view(np.uint64)[word.position] = value
+
+    def drop(self, executable) -> None:
+        """Free an executable. The driver finishes launches under way; it may have failed before."""
+        self._executables.remove(executable)
+        driver.cu.cuGraphExecDestroy(executable)
+
+    def destroy(self) -> None:
+        """Free the executables and the copy."""
+        while self._executables:
+            self.drop(self._executables[0])
+        driver.cu.cuGraphDestroy(self._copy)
 
     def _structure(self, node, handle, chunks):
         """The driver's structure of a node, over bytes of the blob."""

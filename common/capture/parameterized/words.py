@@ -115,9 +115,3 @@ def _match(first, second, allocations):
 def place(blob: np.ndarray, slots: Slots, bases: np.ndarray) -> None:
     """Write the addresses of a launch into a blob, in place; `bases` are those of the allocations, int64."""
     blob.view(np.int64)[slots.position] = bases[slots.allocation] + slots.offset
-
-
-def overwrite(blob: np.ndarray, unexplained: list[Unexplained], values: list[int]) -> None:
-    """Write other values in the place of words that are no address, in place."""
-    for word, value in zip(unexplained, values, strict=True):
-        blob.view(np.uint64)[word.position] = value

@@ -46,31 +46,38 @@ def test_structures_have_the_sizes_of_cuda_h():
 STRUCTURES = nodes._STRUCTURES.values()
 
 
-def test_every_node_is_launched_with_the_addresses_of_the_call(fake):
-    first, second = (nodes.read_nodes(graph(fake, base)) for base in (X, Y))
-    assert [(node.kind, node.name) for node in first] == [
-        ("kernel", "plain"), ("kernel", "packed"), ("memset", "memset"), ("memcpy", "memcpy"), ("empty", "empty"),
-    ]  # fmt: skip
-    assert [node.packed for node in first] == [False, True, False, False, False]
-    nodes.check_alike(first, second)
-    chunks, blob = words.layout([node.parameters for node in first])
-    _, other = words.layout([node.parameters for node in second])
-    slots, unexplained = words.explain(chunks, (blob, other), [(X, Y, 4096)], bool)
+def copied(fake, allocations):
+    """A graph at X and a copy of it that was compared with one at Y."""
+    made = [graph(fake, base) for base in (X, Y)]
+    captured = [nodes.read_nodes(each) for each in made]
+    nodes.check_alike(*captured)
+    (chunks, blob), (_, other) = (words.layout([node.parameters for node in each]) for each in captured)
+    slots, unexplained = words.explain(chunks, (blob, other), allocations, bool)
     assert not unexplained
     assert slots.node.tolist() == [0, 1, 2, 3, 3]
+    return made[0], nodes.Graph(made[0], captured[0], chunks, blob, slots)
 
-    made = graph(fake, X)
-    parameters = nodes.Parameters(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
+
+def test_nodes_are_read_with_their_kinds_and_names(fake):
+    read = nodes.read_nodes(graph(fake, X))
+    assert [(node.kind, node.name) for node in read] == [
+        ("kernel", "plain"), ("kernel", "packed"), ("memset", "memset"), ("memcpy", "memcpy"), ("empty", "empty"),
+    ]  # fmt: skip
+    assert [node.packed for node in read] == [False, True, False, False, False]
+
+
+def test_every_node_is_launched_with_the_addresses_of_the_call(fake):
+    _, copy = copied(fake, [(X, Y, 4096)])
     for base in (0x7A00_0000_0000, 0x7B00_0000_0000):
-        executable, num_set = parameters.executable(np.array([base]))
+        executable, num_set = copy.executable(np.array([base]))
         assert num_set == 4
         kernel, other, memset, memcpy, _ = fake.executables[executable].values()
         assert kernel[-1] == [struct.pack("<I", 7), struct.pack("<QQ", base + 16, 3)]
         assert other[-1] == struct.pack("<IIQ", 1, 2, base + 64)
         assert struct.unpack_from("<Q", memset[-1])[0] == base + 32
         buffer = ctypes.create_string_buffer(memcpy[-1], 200)
-        copied = fake.CUDA_MEMCPY3D(_ptr=ctypes.addressof(buffer))
-        assert (copied.srcDevice, copied.dstDevice, copied.WidthInBytes) == (base, base + 128, 64)
+        of_copy = fake.CUDA_MEMCPY3D(_ptr=ctypes.addressof(buffer))
+        assert (of_copy.srcDevice, of_copy.dstDevice, of_copy.WidthInBytes) == (base, base + 128, 64)
     assert len(fake.set) == 2 * 4
     # None of them has changed since it was made.
     assert len({str(executable) for executable in fake.executables.values()}) == len(fake.executables) == 2
@@ -78,32 +85,22 @@ def test_every_node_is_launched_with_the_addresses_of_the_call(fake):
 
 def test_nodes_at_addresses_that_came_before_are_set_anew(fake):
     """The memory there may be other memory, which the driver looks up where a copy is set."""
-    made = graph(fake, X)
-    first = nodes.read_nodes(made)
-    chunks, blob = words.layout([node.parameters for node in first])
-    _, other = words.layout([node.parameters for node in nodes.read_nodes(graph(fake, Y))])
-    slots, _ = words.explain(chunks, (blob, other), [(X, Y, 4096)], bool)
-    parameters = nodes.Parameters(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
+    made, copy = copied(fake, [(X, Y, 4096)])
     for _ in range(2):
         fake.set.clear()
-        parameters.executable(np.array([X]))
+        copy.executable(np.array([X]))
         assert [node for _, node in fake.set] == fake.graphs[made][:4]
 
 
 def test_a_node_with_another_address_alone_is_moved(fake):
-    made = graph(fake, X)
-    first = nodes.read_nodes(made)
-    chunks, blob = words.layout([node.parameters for node in first])
-    _, other = words.layout([node.parameters for node in nodes.read_nodes(graph(fake, Y))])
     parts = [(X + start, Y + start, 16) for start in (0, 16, 32, 64, 128)]
-    slots, _ = words.explain(chunks, (blob, other), parts, bool)
-    parameters = nodes.Parameters(driver.Graph(made, fake.graphs[made]), first, chunks, blob, slots)
+    made, copy = copied(fake, parts)
     bases = np.array([base for base, _, _ in parts])
-    executable, _ = parameters.executable(bases)
+    executable, _ = copy.executable(bases)
     for moving, index, word in ((0, 3, 48), (2, 2, 0), (4, 3, 136)):
         fake.set.clear()
         old, bases = bases, bases + 4096 * (np.arange(5) == moving)
-        assert parameters.move(executable, old, bases) == 1
+        assert copy.move(executable, old, bases) == 1
         (_, node), *others = fake.set
         assert node[1] == fake.graphs[made][index] and not others
         assert struct.unpack_from("<Q", fake.executables[executable][node][-1], word)[0] == bases[moving]
@@ -143,15 +140,13 @@ def test_two_captures_that_launch_other_work_are_refused(fake):
         nodes.check_alike(first, renamed)
 
 
-def test_an_executable_has_the_nodes_of_a_copy_and_goes_with_it(fake):
-    made = graph(fake, X)
-    copy = driver.Graph(made, fake.graphs[made][::-1])
-    assert [node for _, node in copy.nodes] == fake.graphs[made][::-1]
-    first, second = copy.instantiate(), copy.instantiate()
-    copy.drop(first)
-    assert fake.destroyed == [first]
+def test_an_executable_goes_with_the_copy_that_it_was_made_of(fake):
+    _, copy = copied(fake, [(X, Y, 4096)])
+    (one, _), (another, _) = (copy.executable(np.array([X])) for _ in range(2))
+    copy.drop(one)
+    assert fake.destroyed == [one]
     copy.destroy()
-    assert fake.destroyed == [first, second, copy._graph]
+    assert fake.destroyed == [one, another, copy._copy] and not fake.executables
     fake.error["cuGraphClone"] = CUresult.CUDA_ERROR_UNKNOWN
     with pytest.raises(driver.DriverError, match="cuGraphClone: CUDA_ERROR_UNKNOWN"):
-        driver.Graph(made, fake.graphs[made])
+        copied(fake, [(X, Y, 4096)])
