@@ -1,6 +1,7 @@
 """The error of graphs on both devices, and the check that static inputs are as they were captured."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,11 +22,14 @@ class RegionRefused(CaptureError):
     """A region cannot be launched on other memory: the message names the node and the reason."""
 
 
-def check_none_kept(count: int) -> None:
-    """Refuse a region that keeps tensors besides its results: no launch would write those again."""
-    if count:
+def check_none_kept(count: Callable[[], int]) -> None:
+    """Refuse a region that keeps tensors besides its results, which `count` counts: no launch writes those again."""
+    if count():
+        # Cycles of Python objects may be all that holds them. A collection takes half a second, so not always.
+        gc.collect()
+    if number := count():
         raise RegionRefused(
-            f"the region keeps {count} tensors beyond its end, such as gradients that it set, a cache or an input: "
+            f"the region keeps {number} tensors beyond its end, such as gradients that it set, a cache or an input: "
             "return them, or make them before"
         )
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -185,10 +184,7 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     mode.keep_outside(given + segments)
     outputs = [_place(index, leaf, device, given, blocks) for index, leaf in enumerate(result)]
     del result
-    if _num_kept(graph):
-        # Cycles of Python objects may be all that holds them. A collection takes half a second, so not always.
-        gc.collect()
-        check_none_kept(_num_kept(graph))
+    check_none_kept(lambda: _num_kept(graph))
     # Some versions of torch make seed and offset for every capture, others where one draws.
     seeds = [block[:2] for block in made if block.size == _SEED_BYTES and memory.find(block.address, segments) < 0]
     if draws and len(seeds) != 2:

@@ -1,6 +1,5 @@
 """A region on the CPU: the recorded operators, run on new inputs and new memory in each call."""
 
-import gc
 from typing import Any
 
 import torch
@@ -42,10 +41,10 @@ class HostRegion:
         }
         self._results = [self._place(leaf) for leaf in leaves]
         del leaves
-        _check_kept([recorder.storages[address] for address in self._made])
-        storages = [tensor.untyped_storage() for tensor in inputs]
+        storages = [recorder.storages[address] for address in self._made]
+        storages += [tensor.untyped_storage() for tensor in inputs]
         inputs.clear()
-        _check_kept(storages)
+        check_none_kept(lambda: sum(map(held_outside, storages)))
         self._fn = fn
         self.num_launches = 0
         # There is no node to patch: each call makes its views anew.
@@ -105,10 +104,3 @@ class HostRegion:
         if address in self._inputs or address in self._made:
             return View(address, int(leaf.storage_offset()), tuple(leaf.shape), leaf.stride(), leaf.dtype)
         return leaf.detach()
-
-
-def _check_kept(storages):
-    if any(held_outside(storage) for storage in storages):
-        # Cycles of Python objects may be all that holds them.
-        gc.collect()
-    check_none_kept(sum(held_outside(storage) for storage in storages))
