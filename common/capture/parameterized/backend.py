@@ -8,9 +8,7 @@ lists all with the reason.
 """
 
 import contextlib
-import operator
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +17,12 @@ from functorch.compile import default_partition, make_boxed_func
 from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.cudagraphs import find_input_mutations
-from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
 from common.capture.checks import CaptureError
 from common.capture.parameterized import sums
 from common.capture.parameterized.region import capture
 
-# Results of attention in its schemas.
-_SEEDS = ("philox_seed", "philox_offset", "rng_state", "unused")
 _RELEASED = "released"
 # A user's Triton kernels. Their calls launch kernels as other operators do.
 _TRITON = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
@@ -54,14 +49,14 @@ class Region:
             row |= self.captured.report | {name.removeprefix("num_"): count for name, count in self.counts().items()}
         return row
 
-    def capture(self, fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()) -> None:
+    def capture(self, fn, inputs: list[torch.Tensor]) -> None:
         """Capture `fn`, as `region.capture` does. Whatever fails leaves the region eager, with the reason.
 
         CaptureError where this thread captures something already.
         """
         self.captured = None
         try:
-            self.captured = capture(fn, inputs, unwritten)
+            self.captured = capture(fn, inputs)
         except Exception as error:
             if type(error) is CaptureError:
                 raise
@@ -208,7 +203,7 @@ class _Compiled:
             if reason:
                 region.stop(reason)
             else:
-                region.capture(graph, [_plain(tensor) for tensor in inputs], unwritten(graph))
+                region.capture(graph, [_plain(tensor) for tensor in inputs])
         if region.state == "parameterized":
             launched = region.launch([_plain(tensor) for tensor in inputs])
             if launched is not None:
@@ -250,24 +245,6 @@ def _reason_against_inputs(inputs, written) -> str:
                 # A launch moves each by itself.
                 return f"inputs {min(one, other)} and {max(one, other)} share memory: pass one, or a copy"
     return ""
-
-
-def unwritten(graph: torch.fx.GraphModule) -> set[int]:
-    """Find the seeds of attention without dropout, by index of the result: its kernels leave them as the memory was."""
-    (output,) = (node for node in graph.graph.nodes if node.op == "output")
-    found = set()
-    for index, node in enumerate(tree_leaves(output.args)):
-        if not isinstance(node, torch.fx.Node) or node.target is not operator.getitem:
-            continue
-        source, place = node.args[0], node.args[1]  # type: Any, Any
-        schema = getattr(source.target, "_schema", None)
-        # An operator that returns a list, such as split, has one result in its schema.
-        if schema is None or place >= len(schema.returns) or schema.returns[place].name not in _SEEDS:
-            continue
-        given = dict(zip((argument.name for argument in schema.arguments), source.args, strict=False))
-        if not (given | source.kwargs).get("dropout_p", 0.0):
-            found.add(index)
-    return found
 
 
 def _reason_against(graph, inputs) -> str:

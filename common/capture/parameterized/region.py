@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Collection
 
 import torch
 
@@ -13,7 +12,7 @@ from common.capture.parameterized.host import HostRegion
 _one_capture = threading.RLock()
 
 
-def capture(fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()):
+def capture(fn, inputs: list[torch.Tensor]):
     """Capture a region once, with `launch` and `release`; on a GPU compare its first launches with eager.
 
     On a GPU a launch is a CUDA graph with the addresses of this call. On the CPU the recorded operators run on the new
@@ -23,7 +22,6 @@ def capture(fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()):
         fn: takes tensors and returns a flat sequence of tensors and Python values. It is held, and runs a few times
             here on copies of the examples: what it does to memory besides its arguments happens then too.
         inputs: examples on one device, strided and neither conjugated nor negated.
-        unwritten: indices of results that eager leaves unwritten.
 
     Raises:
         RegionRefused: the region cannot be launched on other memory.
@@ -32,7 +30,7 @@ def capture(fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()):
     if torch.is_inference_mode_enabled():
         # Inference tensors count no versions, by which writes to inputs are found.
         with torch.inference_mode(False), torch.no_grad():
-            return capture(fn, inputs, unwritten)
+            return capture(fn, inputs)
     device, fn = inputs[0].device, _checked(fn)
     if device.type == "cpu":
         return HostRegion(fn, inputs)
@@ -41,10 +39,10 @@ def capture(fn, inputs: list[torch.Tensor], unwritten: Collection[int] = ()):
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("the capture of a region runs inside a capture: call the region once before")
         with random_state.aside(device):
-            return _capture(fn, inputs, device, unwritten)
+            return _capture(fn, inputs, device)
 
 
-def _capture(fn, inputs, device, unwritten):
+def _capture(fn, inputs, device):
     from common.capture.parameterized.analysis import analyse
     from common.capture.parameterized.gpu import GpuRegion
     from common.capture.parameterized.verify import Verification
@@ -54,7 +52,7 @@ def _capture(fn, inputs, device, unwritten):
     try:
         region = GpuRegion(fn, analysis, device)
         try:
-            check = Verification(region, fn, inputs, unwritten)
+            check = Verification(region, fn, inputs)
             check.prove(analysis)
             region.start()
         except BaseException:

@@ -1,6 +1,6 @@
 """The first launches of a region beside eager, with everything at old addresses spoiled."""
 
-from collections.abc import Collection
+import itertools
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from common.capture.parameterized import random_state
 _POISON = 0xFF
 # Share of a tensor's largest element by which two eager runs may differ.
 _MAX_NOISE = 2e-2
-# What new memory holds before two launches: bytes that keep both were not written.
+# What new memory holds before launches, in turn: bytes that keep both were not written.
 _FILLS = (0xA5, 0x5A)
 _NUM_COMPARED = 2
 _HALVES = (torch.float16, torch.bfloat16)
@@ -34,17 +34,18 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 class Verification:
     """Compares launches with eager runs of the function that was captured, on copies of its inputs.
 
-    region: its `launch(inputs, fill)` gives results and arenas. unwritten: indices of results that eager leaves
-    unwritten; they are not compared. inexact: results that eager itself does not repeat, compared by a tolerance.
+    region: its `launch(inputs, fill)` gives results and arenas. inexact: results that eager itself does not repeat,
+    compared by a tolerance.
     """
 
-    def __init__(self, region, fn, examples: list[torch.Tensor], unwritten: Collection[int] = ()):
-        self._region, self._fn, self._examples, self._unwritten = region, fn, examples, unwritten
+    def __init__(self, region, fn, examples: list[torch.Tensor]):
+        self._region, self._fn, self._examples = region, fn, examples
         self._device = examples[0].device
         self._draws = random_state.generator(self._device)
         self._state = self._draws.get_state()
         self._eps = max((torch.finfo(t.dtype).eps for t in examples if t.dtype in _HALVES), default=0.0)
         self.inexact: set[str] = set()
+        self._fills = itertools.cycle(_FILLS)
         # Memory that no launch may write, and the byte that it holds.
         self._spoiled: list[torch.Tensor] = []
         self._watched: list[tuple[torch.Tensor, int]] = []
@@ -72,17 +73,17 @@ class Verification:
         """Launch, compare with eager, spoil the launch's memory. RegionRefused where a result or a byte differs."""
         eager = self._eager()
         offset = self._draws.get_offset()
-        got, num_results, owned = self._launch(_FILLS[0])
+        got, num_results, owned = self._launch(fill := next(self._fills))
         if (at := self._draws.get_offset()) != offset:
             raise RegionRefused(f"the generator is at {at} after a launch, at {offset} after eager")
         pairs = enumerate(zip(got, eager, strict=True))
-        wrong = [index for index, pair in pairs if index not in self._unwritten and not _alike(*pair)]
+        # Such as seeds of attention without dropout, which no kernel writes.
+        wrong = [index for index, pair in pairs if not _alike(*pair) and not _holds(pair[0], fill)]
         if wrong:
-            self._compare(wrong, got, eager, num_results)
-        for tensor in (*self._spoiled, *self._before):
-            if not bool((tensor == _POISON).all()):
-                raise RegionRefused("a launch wrote to memory of an earlier one: an address was missed")
-        if not all(bool((tensor == fill).all()) for tensor, fill in self._watched):
+            self._compare(wrong, got, eager, num_results, fill)
+        if not all(_holds(tensor, _POISON) for tensor in (*self._spoiled, *self._before)):
+            raise RegionRefused("a launch wrote to memory of an earlier one: an address was missed")
+        if not all(_holds(*pair) for pair in self._watched):
             raise RegionRefused("a launch wrote to memory that stands for memory outside the region")
         self._before, self._owners = owned, got
         for tensor in owned:
@@ -102,26 +103,28 @@ class Verification:
         owned = [memory.bytes_at(t.data_ptr(), memory.extent(t), self._device) for t in inputs if t.numel()]
         return [*results, *inputs], len(results), [*arenas, *owned]
 
-    def _compare(self, wrong, got, eager, num_results):
+    def _compare(self, wrong, got, eager, num_results, fill):
         """Refuse unless eager leaves the bytes that differ unwritten too, or does not repeat itself there."""
         # All results of so many runs at once would be the most memory that a capture takes.
-        again = _chosen(wrong, self._launch(_FILLS[1])[0])
+        again = _chosen(wrong, self._launch(other_fill := next(self._fills))[0])
         others = []
-        for number in range(_NUM_REPEATS):
+        for _ in range(_NUM_REPEATS):
             # What eager leaves unwritten then differs from run to run.
-            memory.fill_free(self._device, _FILLS[number % 2])
+            memory.fill_free(self._device, next(self._fills))
             others.append(_chosen(wrong, self._eager()))
         for index in wrong:
             name = f"result {index}" if index < num_results else f"input {index - num_results}"
             value, expected = got[index], eager[index]
             if not isinstance(expected, torch.Tensor):
                 raise RegionRefused(f"{name} is {value}, in eager {expected}: a Python value that changes")
+            if value.device != expected.device:
+                raise RegionRefused(f"{name} is on {value.device}, in eager on {expected.device}")
             first, second = as_bytes(value), as_bytes(again[index])
-            unwritten = (first == _FILLS[0]) & (second == _FILLS[1])
+            unwritten = (first == fill) & (second == other_fill)
             differs = (first != as_bytes(expected)) & ~unwritten
             varies = torch.stack([as_bytes(other[index]) != as_bytes(expected) for other in others]).any(0)
             if not expected.dtype.is_floating_point:
-                # Integers that eager itself leaves unwritten, such as the seed of attention without dropout.
+                # Integers that eager itself leaves unwritten.
                 differs &= ~varies
             if not bool(differs.any()):
                 continue
@@ -197,6 +200,10 @@ def _chosen(indices, values) -> dict[int, Any]:
 
 
 def _alike(value, expected) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return isinstance(value, torch.Tensor) and torch.equal(as_bytes(value), as_bytes(expected))
-    return value == expected
+    if not isinstance(expected, torch.Tensor):
+        return value == expected
+    return value.device == expected.device and torch.equal(as_bytes(value), as_bytes(expected))
+
+
+def _holds(value, fill: int) -> bool:
+    return isinstance(value, torch.Tensor) and bool((as_bytes(value) == fill).all())

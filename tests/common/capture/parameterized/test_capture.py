@@ -42,7 +42,7 @@ def gpu(fake, draws, monkeypatch):
 
 def capture(fn, inputs):
     with random_state.aside(CPU):
-        return region._capture(fn, inputs, CPU, ())
+        return region._capture(fn, inputs, CPU)
 
 
 def test_a_function_is_captured_proved_and_launched_on_other_memory(gpu):

@@ -200,11 +200,26 @@ def test_integers_that_eager_leaves_unwritten_may_be_others_and_no_written_ones(
         run(body, lambda x: [x * 2, torch.tensor(3)])
 
 
-def test_what_eager_is_known_to_leave_unwritten_is_not_compared():
-    verification = verify.Verification(
-        Region(lambda inputs, new: [torch.tensor(7)]), lambda x: [torch.tensor(3)], X, {0}
-    )
-    verification.run()
+def test_a_result_that_no_launch_writes_costs_no_further_run():
+    runs = []
+
+    def counted(x):
+        runs.append(x)
+        return doubled(x)
+
+    run(launched, counted)
+    assert len(runs) == 2
+
+
+def test_a_result_on_another_device_passes_unwritten_alone():
+    """As seeds of attention in 32 bits: on the CPU in eager, on the GPU in a capture."""
+
+    def elsewhere(x):
+        return [x * 2, torch.empty(4, device="meta")]
+
+    run(launched, elsewhere)
+    with pytest.raises(RegionRefused, match="result 1 is on cpu, in eager on meta"):
+        run(lambda inputs, new: [launched(inputs, new)[0], new[8:12].fill_(1)], elsewhere)
 
 
 def test_a_python_value_that_changes_is_refused():
