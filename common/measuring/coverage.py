@@ -56,8 +56,8 @@ def patching(step, regions) -> dict[str, float | None]:
 
 
 def _counts(regions):
-    counts = [region.counts() for region in regions]
-    return [sum(own[name] for own in counts) for name in ("num_launches", "num_patched", "patch_s")]
+    rows = [region.row() for region in regions]
+    return [sum(row[name] for row in rows) for name in ("launches", "patched", "patch_s")]
 
 
 class _Beside(operators.Counter):

@@ -43,11 +43,8 @@ class Region:
     captured: Any = None
 
     def row(self) -> dict[str, Any]:
-        """Return what a table shows: name, state and reason; of a capture also its report and its counts."""
-        row: dict[str, Any] = {"region": self.name, "state": self.state, "reason": self.reason}
-        if self.captured is not None:
-            row |= self.captured.report | {name.removeprefix("num_"): count for name, count in self.counts().items()}
-        return row
+        """Return what a table shows: name, state and reason; of a capture also its report."""
+        return {"region": self.name, "state": self.state, "reason": self.reason} | self._report()
 
     def capture(self, fn, inputs: list[torch.Tensor]) -> None:
         """Capture `fn`, as `region.capture` does. Whatever fails leaves the region eager, with the reason.
@@ -85,18 +82,17 @@ class Region:
         if self.captured is not None:
             self.captured.release()
 
-    def counts(self) -> dict[str, Any]:
-        """Return num_launches of the capture, num_patched nodes set to new addresses, and patch_s, its host time."""
-        return {name: getattr(self.captured, name, 0) for name in ("num_launches", "num_patched", "patch_s")}
+    def _report(self) -> dict[str, Any]:
+        return self.captured.report if self.captured is not None else {}
 
     @property
     def num_replays(self) -> int:
         """Launches of the captured region."""
-        return self.counts()["num_launches"]
+        return self._report().get("launches", 0)
 
     def nodes(self) -> dict[str, int]:
         """Return {kind: number of nodes} of one launch."""
-        return self.captured.report["nodes"] if self.captured is not None else {}
+        return self._report().get("nodes", {})
 
 
 def _in_words(error) -> str:

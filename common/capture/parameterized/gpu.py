@@ -18,6 +18,8 @@ from common.capture.parameterized.nodes import Graph
 
 # Of a region. Where more sets of addresses take turns, the nearest executable gets the addresses that differ.
 _MAX_EXECUTABLES = 64
+# Counts of a region's report: nodes that were set, the host's seconds for it, and the driver's memory.
+_NO_EXECUTABLES = {"patched": 0, "patch_s": 0.0, "executables": 0, "driver_bytes": 0}
 # Of all regions: a launch reads the generator's offset and moves it.
 _launching = threading.Lock()
 
@@ -63,15 +65,14 @@ class GpuRegion:
         self._executables: dict[tuple[int, ...], _Executable] = {}
         self._free = weakref.finalize(self, self._graph.destroy)
         self._free.atexit = False
-        self.num_launches, self.num_patched, self.patch_s = 0, 0, 0.0
         self.report: dict[str, Any] = {
             "nodes": dict(Counter(node.kind for node in first.nodes)),
             "arena_bytes": sum(self._sizes),
             "copied_results": len(self._copies),
             "unread": len(analysis.unexplained),
             "random_increment": self._increment,
-            "executables": 0,
-            "driver_bytes": 0,
+            "launches": 0,
+            **_NO_EXECUTABLES,
         }
 
     def launch(self, inputs: list[torch.Tensor], fill: int | None = None) -> tuple[list[Any], list[torch.Tensor]]:
@@ -117,7 +118,7 @@ class GpuRegion:
             if executable is None or (executable.is_moved and executable.num_frees != _num_frees(self.device)):
                 executable = self._with(bases)
             driver.launch(executable.handle, stream)
-            self.num_launches += 1
+            self.report["launches"] += 1
 
     def _with(self, key):
         """An executable with these addresses: a new one, or the nearest where there are many, with nodes set."""
@@ -133,8 +134,8 @@ class GpuRegion:
             if found is not None:
                 self._graph.drop(found.handle)
         self._executables[key] = made
-        self.num_patched += num_set
-        self.patch_s += time.perf_counter() - start
+        self.report["patched"] += num_set
+        self.report["patch_s"] += time.perf_counter() - start
         return made
 
     def _nearest(self, key, bases):
@@ -155,8 +156,7 @@ class GpuRegion:
     def start(self) -> None:
         """Drop the executables made so far, whose addresses come no more, and count from here."""
         self.overwrite([], [])
-        self.num_patched, self.patch_s = 0, 0.0
-        self.report |= {"executables": 0, "driver_bytes": 0}
+        self.report |= _NO_EXECUTABLES
 
     def overwrite(self, unexplained: list[words.Unexplained], values: list[int]) -> None:
         """Write other values in the place of words that are no address, and drop the executables made before."""

@@ -46,12 +46,13 @@ class HostRegion:
         inputs.clear()
         check_none_kept(lambda: sum(map(held_outside, storages)))
         self._fn = fn
-        self.num_launches = 0
-        # There is no node to patch: each call makes its views anew.
-        self.num_patched, self.patch_s = 0, 0.0
         self.report: dict[str, Any] = {
             "nodes": {"operator": len(recorder.calls)},
             "arena_bytes": sum(self._made.values()),
+            "launches": 0,
+            # There is no node to patch: each call makes its views anew.
+            "patched": 0,
+            "patch_s": 0.0,
         }
 
     def launch(self, inputs: list[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
@@ -78,7 +79,7 @@ class HostRegion:
             return self._outside[view.storage].tensor(view)
 
         # Counted before: what fails from here on has run in part.
-        self.num_launches += 1
+        self.report["launches"] += 1
         with replaying():
             for call in self._calls:
                 torch._C._set_grad_enabled(call.grad_enabled)

@@ -75,8 +75,8 @@ class Patched:
         self.each = launches, nodes, seconds
         self.total = [10, 10, 10.0]
 
-    def counts(self):
-        return dict(zip(("num_launches", "num_patched", "patch_s"), self.total, strict=True))
+    def row(self):
+        return dict(zip(("launches", "patched", "patch_s"), self.total, strict=True))
 
 
 def test_patching_is_counted_over_launches_and_changed_nodes_of_steps_alone():

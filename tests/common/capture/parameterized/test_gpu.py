@@ -423,11 +423,11 @@ def steps(count):
 with backend.collecting(regions := backend.Regions()):
     steps(4)
 assert {region.state for region in regions.all} == {"parameterized"}, [region.reason for region in regions.all]
-before = sum(region.counts()["num_patched"] for region in regions.all)
+before = sum(region.row()["patched"] for region in regions.all)
 for _ in range(2):
     trace.profile(steps, 8, 200)
     torch.cuda.empty_cache()
-print(sum(region.counts()["num_patched"] for region in regions.all) - before)
+print(sum(region.row()["patched"] for region in regions.all) - before)
 """
 
 

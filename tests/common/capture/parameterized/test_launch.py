@@ -43,7 +43,7 @@ def test_a_launch_computes_on_the_memory_of_its_caller_and_results_belong_to_it(
     results = [region.launch([x, w])[0][0] for x, w in kept]
     for (x, w), result in zip(kept, results, strict=True):
         assert torch.equal(result, expected(x, w))
-    assert region.num_launches == 4
+    assert region.report["launches"] == 4
 
 
 def test_each_set_of_addresses_has_an_executable_and_steady_steps_make_none(fake):
@@ -56,7 +56,7 @@ def test_each_set_of_addresses_has_an_executable_and_steady_steps_make_none(fake
     def step():
         for index, (x, w) in enumerate(zip(xs, weights, strict=True)):
             region._launch([x, w], arenas[index])
-        return region.num_patched
+        return region.report["patched"]
 
     first = step()
     assert region.report["executables"] == len(fake.executables) == 3
@@ -99,7 +99,7 @@ def test_more_sets_of_addresses_than_executables_set_what_moved_in_the_nearest_o
     assert [launch(xs[2], weights[0]), launch(xs[2], weights[1])] == [(2, 0), (2, 0)]
     assert [launch(xs[2], weights[0]), launch(xs[0], weights[0])] == [(0, 0), (2, 0)]
     assert [launch(xs[0], weights[2]), launch(xs[2], weights[1])] == [(1, 0), (0, 0)]
-    assert region.report["driver_bytes"] == 2 * 1024 and region.num_patched == 3 + 3 + 2 + 2 + 2 + 1
+    assert region.report["driver_bytes"] == 2 * 1024 and region.report["patched"] == 3 + 3 + 2 + 2 + 2 + 1
 
 
 def test_an_executable_is_made_anew_where_memory_that_it_was_made_with_may_have_gone(fake, turns):
@@ -303,7 +303,7 @@ def test_a_launch_that_fails_draws_nothing_and_the_next_one_is_right(fake, draws
     fake.error = {call: CUresult.CUDA_ERROR_UNKNOWN}
     with pytest.raises(driver.DriverError, match="CUDA_ERROR_UNKNOWN|999"):
         region.launch([floats(0)])
-    assert (draws.get_offset(), region.num_launches) == (100, 0)
+    assert (draws.get_offset(), region.report["launches"]) == (100, 0)
     fake.error = {}
     assert region.launch([floats(0)])[0][0].tolist() == [7, 100]
 
@@ -416,7 +416,7 @@ def test_threads_launch_one_region_at_a_time(fake, monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and region.num_launches == 80
+    assert not wrong and region.report["launches"] == 80
 
 
 def test_a_capture_refuses_memory_history_of_the_user(monkeypatch):
