@@ -11,7 +11,7 @@ from torch import nn
 
 from common.capture import memory
 from common.capture.checks import CaptureError, RegionRefused
-from common.capture.parameterized import backend, random_state
+from common.capture.parameterized import backend, gpu, random_state
 from common.capture.pool import Pool
 from stable_diffusion import kernels
 from tests.helpers import shaken
@@ -389,6 +389,26 @@ def test_addresses_that_stay_are_not_patched_again(device):
     result = parameterized(x)
     assert {**parameterized.report, "launches": before["launches"]} == before
     assert torch.equal(result[0], x.sin().cos())
+
+
+def test_nodes_of_an_executable_that_moves_are_bitwise_eager_and_take_two_microseconds_each(device, monkeypatch):
+    monkeypatch.setattr(gpu, "_MAX_EXECUTABLES", 4)
+    run, make = training(device, dropout=0.1)
+    parameterized = Captured(run, make())
+    assert_like_eager(parameterized, run, make, times=24)
+    executables = parameterized.region._executables.values()
+    assert parameterized.report["executables"] == len(executables) == 4
+    assert any(executable.is_moved for executable in executables)
+    sets, costs = [make() for _ in range(16)], []
+    for index in range(64):
+        before = parameterized.report
+        parameterized(*sets[index % 16])
+        after = parameterized.report
+        costs.append((after["patch_s"] - before["patch_s"]) / max(after["patched"] - before["patched"], 1))
+    assert parameterized.report["executables"] == 4
+    assert parameterized.report["patched"] > 4 * 64
+    # Others on the host may delay most launches.
+    assert 0 < min(cost for cost in costs if cost) < 2e-6, sorted(costs)
 
 
 PROFILED = """
