@@ -1,7 +1,6 @@
 """The error of graphs on both devices, and the check that static inputs are as they were captured."""
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,18 +19,6 @@ class CaptureError(RuntimeError):
 
 class RegionRefused(CaptureError):
     """A region cannot be launched on other memory: the message names the node and the reason."""
-
-
-def check_none_kept(count: Callable[[], int]) -> None:
-    """Refuse a region that keeps tensors besides its results, which `count` counts: no launch writes those again."""
-    if count():
-        # Cycles of Python objects may be all that holds them. A collection takes half a second, so not always.
-        gc.collect()
-    if number := count():
-        raise RegionRefused(
-            f"the region keeps {number} tensors beyond its end, such as gradients that it set, a cache or an input: "
-            "return them, or make them before"
-        )
 
 
 def signature(tensor: torch.Tensor) -> tuple:

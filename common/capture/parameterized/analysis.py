@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.capture import memory
-from common.capture.checks import CaptureError, RegionRefused, check_none_kept
+from common.capture.checks import CaptureError, RegionRefused
 from common.capture.cuda_graph import CudaGraph, new_workspaces
 from common.capture.parameterized import arenas, driver, random_state, words
+from common.capture.parameterized.host import check_none_kept
 from common.capture.parameterized.nodes import Node, check_alike, read_nodes
 
 _NUM_WARM_UPS = 2

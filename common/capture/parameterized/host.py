@@ -1,11 +1,13 @@
 """A region on the CPU: the recorded operators, run on new inputs and new memory in each call."""
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from common.capture import memory
-from common.capture.checks import CaptureError, RegionRefused, check_none_kept
+from common.capture.checks import CaptureError, RegionRefused
 from common.capture.host_graph_memory import ExternalStorage, View, held_outside
 from common.capture.host_graph_recorder import Recorder, copy_results, refuse_inside_capture, replaying
 
@@ -105,3 +107,15 @@ class HostRegion:
         if address in self._inputs or address in self._made:
             return View(address, int(leaf.storage_offset()), tuple(leaf.shape), leaf.stride(), leaf.dtype)
         return leaf.detach()
+
+
+def check_none_kept(count: Callable[[], int]) -> None:
+    """Refuse a region that keeps tensors besides its results, which `count` counts: no launch writes those again."""
+    if count():
+        # Cycles of Python objects may be all that holds them. A collection takes half a second, so not always.
+        gc.collect()
+    if number := count():
+        raise RegionRefused(
+            f"the region keeps {number} tensors beyond its end, such as gradients that it set, a cache or an input: "
+            "return them, or make them before"
+        )
