@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import ROOT
-from common.config import Parser, checked
+from common.config import Parser, checked, end_at_once
 from common.text import printable, printed_as_text
 
 # An installed suite lies in site-packages, where nobody looks for runs.
@@ -110,5 +110,7 @@ def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stoppe
         if stopped:
             print(stopped, file=sys.stderr)
         return 130
+    finally:
+        end_at_once()
     print(f"{prog}: {printable(said)}", file=sys.stderr)
     return status

@@ -10,11 +10,13 @@ command line are answered in a fraction of a second, on machines without torch t
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import typing
@@ -195,6 +197,13 @@ def mistakes_in_one_line(prog: str):
         # In one write: ranks share what they print to.
         sys.stderr.write(f"{prog}: {printable(error)}\n")
         sys.exit(2)
+    finally:
+        end_at_once()
+
+
+def end_at_once() -> None:
+    """Let Ctrl-C end the process without a traceback while Python itself ends."""
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 def needs(gpus: bool, multiple_of=1, at_most=None, submitted=None) -> dict:

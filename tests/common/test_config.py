@@ -1,6 +1,9 @@
 """common/config: flags out of a dataclass, mistakes in one line with exit status 2, --describe without torch."""
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -125,6 +128,35 @@ def test_mistakes_that_building_shows_are_one_line_too(capsys):
     assert stop.value.code == 130 and capsys.readouterr().err == "\npython -m toy.train: stopped\n"
     with pytest.raises(KeyError), config.mistakes_in_one_line("python -m toy.train"):
         raise KeyError("not the user's")
+
+
+ENDS = """
+import time, weakref
+from benchmarks.command import exit_status
+from common.config import mistakes_in_one_line
+
+class Slow:
+    pass
+
+def end():
+    print("ends", flush=True)
+    time.sleep(60)
+
+slow = Slow()
+weakref.finalize(slow, end)
+"""
+
+
+@pytest.mark.parametrize(
+    "program", ["with mistakes_in_one_line('toy'): pass", "raise SystemExit(exit_status('toy', lambda: 0))"]
+)
+def test_ctrl_c_while_python_ends_prints_nothing(program):
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDS + program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ends\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "") and process.returncode == -signal.SIGINT
 
 
 def test_help_names_presets_variants_fields_and_choices(capsys):
