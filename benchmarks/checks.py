@@ -12,7 +12,7 @@ import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.files.facts import Again, Audit, Block, Build, Run, Trained, Variant, digits
+from benchmarks.files.facts import Again, Block, Build, Run, Trained, Variant, digits
 from common.measuring.parity import SCATTER_FACTOR, loss_deviation
 
 # A variant of kind "graph" whose graphs launch less than this is not the capture that its name says, unless its traits
@@ -365,24 +365,31 @@ def _difference(own: Trained, other: Trained) -> float:
 
 def _audit_time_fault(variant, base, device) -> Found | None:
     """Audits that all take longer than most blocks of the cycles, where an earlier variant had made the same steps."""
-    audits, of_base = _times(variant.audits), _times(base.audits)
+    audits, of_base = ([each.own for each in own.audits if each.own is not None] for own in (variant, base))
+    blocks, others = _quiet(variant), _quiet(base)
     # Steps that run again depend on the state.
-    if variant is base or not audits or not of_base or any(block.reruns for block in variant.blocks):
+    if variant is base or not all((audits, of_base, blocks, others)) or any(block.reruns for block in variant.blocks):
         return None
-    times = [[block.mean_ms for block in _quiet(each)] for each in (variant, base)]
     # One or two blocks of a busy CPU do not tell what most take.
-    if not all(times) or (device == "cpu" and len(times[0]) < LEAST_CPU_BLOCKS):
+    if device == "cpu" and len(blocks) < LEAST_CPU_BLOCKS:
         return None
-    slow, usual = map(_upper_quartile, times)
-    wander = max(1.0, max(of_base) / usual)
-    if min(audits) <= AUDIT_SLOWER[device] * wander * slow:
+    all_of_both = audits, of_base, blocks, others
+    compared = [[[each.mean_ms for each in own] for own in all_of_both]]
+    # A step that waits for a busy CPU takes no time of its process. Older files lack that of audits.
+    if device == "cpu" and all(each.cpu_ms is not None for own in all_of_both for each in own):
+        compared.append([[each.cpu_ms for each in own] for own in all_of_both])
+    if not all(_is_slower(times, AUDIT_SLOWER[device]) for times in compared):
         return None
+    fastest, slow = min(compared[0][0]), _upper_quartile(compared[0][2])
     said = "where a secret draw had scaled the state its fastest block took"
-    return Found(Fault.AUDIT_TIME, f"{said} {digits(min(audits))} ms a step, most others at most {digits(slow)} ms")
+    return Found(Fault.AUDIT_TIME, f"{said} {digits(fastest)} ms a step, most others at most {digits(slow)} ms")
 
 
-def _times(audits: Sequence[Audit]) -> list[float]:
-    return [plain.fmean(each.own.step_ms) for each in audits if each.own is not None]
+def _is_slower(times: Sequence[Sequence[float]], factor: float) -> bool:
+    """Return whether all audits of a variant take longer than most of its blocks, beyond what the base's do."""
+    audits, of_base, blocks, others = times
+    wander = max(1.0, max(of_base) / _upper_quartile(others))
+    return min(audits) > factor * wander * _upper_quartile(blocks)
 
 
 def _upper_quartile(values: Sequence[float]) -> float:

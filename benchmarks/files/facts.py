@@ -201,11 +201,17 @@ class Capture(Struct, kw_only=True):
 
 
 class Trained(Struct, kw_only=True):
-    """The training of a block, and its speed; `losses` and `moved` as those of `Block`."""
+    """The training of a block, and its speed; fields as those of `Block`. Older files lack cpu_ms."""
 
     step_ms: list[Ms]
     losses: list[Finite | None]
     moved: list[Finite | None]
+    cpu_ms: Amount | None = None
+
+    @property
+    def mean_ms(self) -> float:
+        """Mean of the timed steps."""
+        return plain.fmean(self.step_ms)
 
 
 class Again(Trained, kw_only=True):

@@ -376,7 +376,7 @@ class BuildMeasurement:
 
 def _trained(answer) -> dict:
     """The part of a block's answer that says what it trained, and how fast."""
-    return {key: answer[key] for key in ("step_ms", "losses", "moved")}
+    return {key: answer[key] for key in ("step_ms", "losses", "moved", "cpu_ms")}
 
 
 def _counted(names) -> str:

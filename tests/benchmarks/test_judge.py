@@ -71,10 +71,10 @@ def profiled(run, share):
     return run
 
 
-def audits(*step_ms, losses=(1.0, 0.5), moved=(1.0,), again_ms=10.0):
+def audits(*step_ms, losses=(1.0, 0.5), moved=(1.0,), again_ms=10.0, cpu_ms=None):
     """Audits that took so long, with the losses 1.0 and 0.5 and a movement of 1.0 in the process that repeats them."""
     again = Trained(step_ms=[again_ms], losses=[1.0, 0.5], moved=[1.0])
-    own = [Trained(step_ms=[ms], losses=list(losses), moved=list(moved)) for ms in step_ms]
+    own = [Trained(step_ms=[ms], losses=list(losses), moved=list(moved), cpu_ms=cpu_ms) for ms in step_ms]
     return [Audit(seed=seed, first=0, own=each, repetition=again) for seed, each in enumerate(own)]
 
 
@@ -246,6 +246,16 @@ def test_the_time_of_an_audit_counts_beyond_what_the_host_does_to_the_base():
     assert verdict(audited(made_run(gpus=(), cycles=3), **slow)).fault == Fault.AUDIT_TIME
     assert verdict(audited(made_run(gpus=(), cycles=2), **slow)).fault is None, "two blocks say little of a busy CPU"
     assert verdict(audited(made_run(cycles=1), **slow)).fault == Fault.AUDIT_TIME
+
+
+@pytest.mark.parametrize(("cpu_ms", "fault"), [(14.0, None), (16.0, Fault.AUDIT_TIME)])
+def test_on_a_cpu_an_audit_counts_as_slow_by_the_time_of_its_process_too(cpu_ms, fault):
+    run = change(audited(made_run(gpus=()), step_ms=(40.0, 40.0, 40.0), cpu_ms=cpu_ms), cpu_ms=10.0)
+    for each in variant(run, "eager").audits:
+        each.own.cpu_ms = 10.0
+    for block in variant(run, "eager").blocks:
+        block.cpu_ms = 10.0
+    assert verdict(run).fault == fault
 
 
 def test_on_a_cpu_the_base_is_compared_with_what_repeats_the_audits():
