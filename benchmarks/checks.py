@@ -370,26 +370,23 @@ def _audit_time_fault(variant, base, device) -> Found | None:
     # Steps that run again depend on the state.
     if variant is base or not all((audits, of_base, blocks, others)) or any(block.reruns for block in variant.blocks):
         return None
-    # One or two blocks of a busy CPU do not tell what most take.
-    if device == "cpu" and len(blocks) < LEAST_CPU_BLOCKS:
-        return None
-    all_of_both = audits, of_base, blocks, others
-    compared = [[[each.mean_ms for each in own] for own in all_of_both]]
+    both: tuple[Sequence[Block | Trained], ...] = (audits, of_base, blocks, others)
     # A step that waits for a busy CPU takes no time of its process. Older files lack that of audits.
-    if device == "cpu" and all(each.cpu_ms is not None for own in all_of_both for each in own):
-        compared.append([[each.cpu_ms for each in own] for own in all_of_both])
-    if not all(_is_slower(times, AUDIT_SLOWER[device]) for times in compared):
+    is_of_process = device == "cpu" and all(each.cpu_ms for own in both for each in own)
+    if device == "cpu" and not is_of_process and len(blocks) < LEAST_CPU_BLOCKS:
         return None
-    fastest, slow = min(compared[0][0]), _upper_quartile(compared[0][2])
+    own_ms, base_ms, slow, usual = (_times(own, is_of_process) for own in both)
+    slow_ms, wander = _upper_quartile(slow), max(1.0, max(base_ms) / _upper_quartile(usual))
+    if min(own_ms) <= AUDIT_SLOWER[device] * wander * slow_ms:
+        return None
     said = "where a secret draw had scaled the state its fastest block took"
-    return Found(Fault.AUDIT_TIME, f"{said} {digits(fastest)} ms a step, most others at most {digits(slow)} ms")
+    unit = "ms of the processor" if is_of_process else "ms"
+    most = f"{digits(min(own_ms))} {unit} a step, most others at most {digits(slow_ms)} {unit}"
+    return Found(Fault.AUDIT_TIME, f"{said} {most}")
 
 
-def _is_slower(times: Sequence[Sequence[float]], factor: float) -> bool:
-    """Return whether all audits of a variant take longer than most of its blocks, beyond what the base's do."""
-    audits, of_base, blocks, others = times
-    wander = max(1.0, max(of_base) / _upper_quartile(others))
-    return min(audits) > factor * wander * _upper_quartile(blocks)
+def _times(blocks: Sequence[Block | Trained], is_of_process: bool) -> list[float]:
+    return [(each.cpu_ms or 0.0) if is_of_process else each.mean_ms for each in blocks]
 
 
 def _upper_quartile(values: Sequence[float]) -> float:

@@ -248,14 +248,18 @@ def test_the_time_of_an_audit_counts_beyond_what_the_host_does_to_the_base():
     assert verdict(audited(made_run(cycles=1), **slow)).fault == Fault.AUDIT_TIME
 
 
-@pytest.mark.parametrize(("cpu_ms", "fault"), [(14.0, None), (16.0, Fault.AUDIT_TIME)])
-def test_on_a_cpu_an_audit_counts_as_slow_by_the_time_of_its_process_too(cpu_ms, fault):
-    run = change(audited(made_run(gpus=()), step_ms=(40.0, 40.0, 40.0), cpu_ms=cpu_ms), cpu_ms=10.0)
+@pytest.mark.parametrize(
+    ("gpus", "step_ms", "cpu_ms", "fault"),
+    [((), 40.0, 14.0, None), ((), 10.0, 16.0, Fault.AUDIT_TIME), (H200, 40.0, 10.0, Fault.AUDIT_TIME)],
+)
+def test_on_a_cpu_an_audit_counts_as_slow_by_the_time_of_its_process(gpus, step_ms, cpu_ms, fault):
+    run = change(audited(made_run(gpus=gpus), step_ms=[step_ms] * 3, cpu_ms=cpu_ms), cpu_ms=10.0)
+    change(run, "eager", cpu_ms=10.0)
     for each in variant(run, "eager").audits:
         each.own.cpu_ms = 10.0
-    for block in variant(run, "eager").blocks:
-        block.cpu_ms = 10.0
-    assert verdict(run).fault == fault
+    found = verdict(run)
+    assert found.fault == fault
+    assert not fault or ("16.00 ms of the processor a step" in found.reason) == (not gpus)
 
 
 def test_on_a_cpu_the_base_is_compared_with_what_repeats_the_audits():
