@@ -124,6 +124,7 @@ class FakeDriver:
                 return (error,) if "Set" in name or "Destroy" in name else (error, None)
             return (CUresult.CUDA_SUCCESS, *getattr(self, f"_{name}")(*arguments))
 
+        call.__name__ = name
         return call
 
     def _cuGraphGetNodes(self, graph, count):

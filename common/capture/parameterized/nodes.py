@@ -95,14 +95,16 @@ class Graph:
         parts: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
             parts[chunk.node].append(chunk)
-        # What sets a node's parameters, by index: the end of the call's name, and what it is given.
-        self._given = {}
+        # By index of a node, what sets its parameters in the copy and in an executable: a call and what it is given.
+        self._in_copy, self._in_executable = {}, {}
+        context = driver.call("cuCtxGetCurrent")
         for index, node in enumerate(nodes):
             if parts[index]:
                 handle = driver.call("cuGraphNodeFindInClone", node.handle, self._copy)
-                structure = self._structure(node, handle, parts[index])
-                self._given[index] = f"{node.kind.capitalize()}NodeSetParams", (handle, structure)
-        self._context = driver.call("cuCtxGetCurrent")
+                given = handle, self._structure(node, handle, parts[index])
+                name, of_memory = f"{node.kind.capitalize()}NodeSetParams", () if node.kind == "kernel" else (context,)
+                self._in_copy[index] = f"cuGraph{name}", given
+                self._in_executable[index] = getattr(driver.cu, f"cuGraphExec{name}"), (*given, *of_memory)
 
     def executable(self, bases: np.ndarray) -> tuple[Any, int]:
         """Make a CUgraphExec with these addresses; return it and the number of nodes that were set.
@@ -111,19 +113,21 @@ class Graph:
         the same address again: an executable made with the older memory ends the process, or its launch fails.
         """
         words.place(self._blob, self._slots, bases)
-        for name, given in self._given.values():
-            driver.call(f"cuGraph{name}", *given)
+        for name, given in self._in_copy.values():
+            driver.call(name, *given)
         self._executables.append(driver.call("cuGraphInstantiate", self._copy, 0))
-        return self._executables[-1], len(self._given)
+        return self._executables[-1], len(self._in_copy)
 
     def move(self, executable, old: np.ndarray, bases: np.ndarray) -> int:
         """Set the nodes of an executable that have an address in an allocation that moved; return their number."""
         words.place(self._blob, self._slots, bases)
         moved = np.unique(self._slots.node[(old != bases)[self._slots.allocation]]).tolist()
         for index in moved:
-            name, given = self._given[index]
-            of_memory = () if name.startswith("Kernel") else (self._context,)
-            driver.call(f"cuGraphExec{name}", executable, *given, *of_memory)
+            # Without driver.call, which takes as long as the driver.
+            function, given = self._in_executable[index]
+            (error,) = function(executable, *given)
+            if error:
+                driver.check(function.__name__, error)
         return len(moved)
 
     def overwrite(self, unexplained: list[Unexplained], values: list[int]) -> None:

@@ -393,22 +393,25 @@ def test_addresses_that_stay_are_not_patched_again(device):
 
 def test_nodes_of_an_executable_that_moves_are_bitwise_eager_and_take_two_microseconds_each(device, monkeypatch):
     monkeypatch.setattr(gpu, "_MAX_EXECUTABLES", 4)
-    run, make = training(device, dropout=0.1)
+    run, make = training(device, dropout=0.1, layers=8)
     parameterized = Captured(run, make())
     assert_like_eager(parameterized, run, make, times=24)
     executables = parameterized.region._executables.values()
     assert parameterized.report["executables"] == len(executables) == 4
     assert any(executable.is_moved for executable in executables)
-    sets, costs = [make() for _ in range(16)], []
+    # Results that are kept make everything else move, too.
+    sets, kept, costs = [make() for _ in range(16)], [], []
     for index in range(64):
         before = parameterized.report
-        parameterized(*sets[index % 16])
+        kept = [*kept[-3:], parameterized(*sets[index % 16])]
         after = parameterized.report
-        costs.append((after["patch_s"] - before["patch_s"]) / max(after["patched"] - before["patched"], 1))
+        num_set = after["patched"] - before["patched"]
+        if num_set > 0.9 * sum(after["nodes"].values()):
+            costs.append((after["patch_s"] - before["patch_s"]) / num_set)
     assert parameterized.report["executables"] == 4
-    assert parameterized.report["patched"] > 4 * 64
+    assert len(costs) > 16
     # Others on the host may delay most launches.
-    assert 0 < min(cost for cost in costs if cost) < 2e-6, sorted(costs)
+    assert min(costs) < 2e-6, sorted(costs)
 
 
 PROFILED = """
