@@ -129,6 +129,11 @@ class Row:
         return [point for point in self.points if point.ratio is not None]
 
     @property
+    def without_slowed(self) -> "Row":
+        """The row without runs whose base was slower beside the other variants than alone in a process."""
+        return replace(self, points=tuple(point for point in self.points if not point.judged.slowed))
+
+    @property
     def ratios(self) -> list[Ratio]:
         """The ratio of each timed point."""
         return [point.ratio for point in self.points if point.ratio is not None]

@@ -112,9 +112,13 @@ def of(found: runs.Found) -> list[Headline]:
 
 
 def rows(found: runs.Found) -> list[Row]:
-    """Return the rows of graphs on GPUs that are of a headline's workload and have a host."""
-    own = [row for row in runs.on_gpus(found.rows) if row.kind == "graph" and row.hosts and not row.control]
-    return [row for row in own if _key(row.workload) is not None]
+    """Return the rows of graphs on GPUs that are of a headline's workload and have a host.
+
+    A run whose base was slower beside the others than alone is none: its table says that its ratios are no headline.
+    """
+    graphs = [row for row in runs.on_gpus(found.rows) if row.kind == "graph" and not row.control]
+    own = [row.without_slowed for row in graphs if _key(row.workload) is not None]
+    return [row for row in own if row.timed]
 
 
 def name_of(where: Workload) -> str:

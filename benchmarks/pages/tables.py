@@ -70,7 +70,8 @@ def note(row: Row) -> str:
         texts.append(f"its graphs hold {part} alone" if part else "")
         texts.append(_first_build(row.newest))
         texts.append("a process for each block" if any(point.variant.apart for point in row.timed) else "")
-        texts += [_control_beside(row), _spread(row), _others(row), _added(row), *row.newest.judged.build.flops_notes]
+        texts += [_control_beside(row), _spread(row), _others(row), _slowed(row), _added(row)]
+        texts += row.newest.judged.build.flops_notes
     texts.append("" if row.is_committed else "uncommitted source")
     return "; ".join(filter(None, texts))
 
@@ -91,6 +92,12 @@ def _control_beside(row):
     point = row.timed[0]
     control = point.judged.ratio_of(point.run.control, point.is_busy) if point.run.control else None
     return f"control {control.ratio:.3f}x +- {100 * control.half_width:.1f} %" if control else ""
+
+
+def _slowed(row):
+    """Say by how much a base took longer than alone: such a run is no headline."""
+    most = max(point.judged.slowed for point in row.timed)
+    return f"{row.base} slowed {most:.2f} times in a run" if most else ""
 
 
 def _others(row):

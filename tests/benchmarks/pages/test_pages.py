@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import ROOT, measure, overview, runs
 from benchmarks.files import run_file
-from benchmarks.files.facts import OWN_STEP, Latency, Raised, stem
+from benchmarks.files.facts import OWN_STEP, Alone, Latency, Raised, stem
 from benchmarks.pages import headlines, readme, run_table, tables
 from tests.helpers.made_run import made_run, put, write
 
@@ -161,6 +161,19 @@ def test_the_hosts_time_for_a_kernel_stands_beside_the_gpus(tmp_path):
     put(tmp_path, 1, ms=MS, issue=(9.0, 7.0), kernels=100, boot="c", begin_utc="2027-01-01T00:00:00Z")
     text = table("answers", tmp_path)
     assert "Hosts took 45 to 90 us to issue one: capture where" in text and "In us: GPT-3 175B 70." in text
+
+
+def test_a_run_whose_base_was_slowed_is_no_headline(tmp_path):
+    put(tmp_path, 0, ms=MS)
+    line = table("front", tmp_path).splitlines()[-1]
+    path = put(tmp_path, 1, ms={"eager": 20.0, "graph_layer": 7.0}, boot="c")
+    assert "2 H200" in table("front", tmp_path)
+    slowed = run_file.read(path)
+    slowed.builds[""].variants["eager"].alone = Alone(peak_reserved_bytes=0, step_ms=[9.0] * 20)
+    path.unlink()
+    write(slowed, path.parent)
+    assert table("front", tmp_path).splitlines()[-1] == line
+    assert "| two hosts | eager slowed 2.22 times in a run |" in table("model", tmp_path, "gpt3")
 
 
 def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp_path):
