@@ -56,6 +56,11 @@ class Point:
         return str(self.run.host.boot)
 
     @property
+    def others(self) -> int:
+        """The most benchmarks that ran on other GPUs of the host meanwhile."""
+        return max((cycle.others or 0 for cycle in self.judged.build.cycles), default=0)
+
+    @property
     def issue_ms(self) -> float | None:
         """The host's time to issue a step of the variant."""
         return self.judged.issue_ms(self.name, self.is_busy)
@@ -129,9 +134,9 @@ class Row:
         return [point for point in self.points if point.ratio is not None]
 
     @property
-    def without_slowed(self) -> "Row":
-        """The row without runs whose base was slower beside the other variants than alone in a process."""
-        return replace(self, points=tuple(point for point in self.points if not point.judged.slowed))
+    def undisturbed(self) -> "Row":
+        """The row without runs beside other benchmarks, and without those whose base was slower than alone."""
+        return replace(self, points=tuple(each for each in self.points if not (each.others or each.judged.slowed)))
 
     @property
     def ratios(self) -> list[Ratio]:

@@ -114,10 +114,10 @@ def of(found: runs.Found) -> list[Headline]:
 def rows(found: runs.Found) -> list[Row]:
     """Return the rows of graphs on GPUs that are of a headline's workload and have a host.
 
-    A run whose base was slower beside the others than alone is none: its table says that its ratios are no headline.
+    What disturbs a host makes eager slower and a graph's gain larger: such runs stand in the models' tables alone.
     """
     graphs = [row for row in runs.on_gpus(found.rows) if row.kind == "graph" and not row.control]
-    own = [row.without_slowed for row in graphs if _key(row.workload) is not None]
+    own = [row.undisturbed for row in graphs if _key(row.workload) is not None]
     return [row for row in own if row.timed]
 
 

@@ -104,7 +104,7 @@ def _others(row):
     """Say how many benchmarks ran on other GPUs of a row's one host."""
     if len(row.timed) != 1:
         return ""
-    most = max((cycle.others or 0 for cycle in row.timed[0].judged.build.cycles), default=0)
+    most = row.timed[0].others
     return f"beside {runs.counted(most, 'benchmark')} on other GPUs" if most else ""
 
 

@@ -219,6 +219,26 @@ def test_a_run_with_fewer_layers_than_asked_is_a_workload_of_its_own(tmp_path):
     assert all(len(row.points) == 1 for row in rows)
 
 
+def test_torchs_layers_in_the_place_of_transformer_engines_are_a_workload_of_their_own(tmp_path):
+    torchs = {"versions": {"torch": "2.13", "transformer_engine": None}}
+    engines = {"versions": {"torch": "2.13", "transformer_engine": "2.20"}}
+    asked = {"flags": ["--layer", "torch"], "label": "layer-torch"}
+    cases = [
+        (engines, "te", "fp8", "gpt3/bench"),
+        (engines, "torch", "bf16", "gpt3/bench"),
+        (torchs, "torch", "bf16", "gpt3/bench layer-torch-precision-bf16"),
+        (torchs, "handwritten", "fp8", "gpt3/bench"),
+        ({**torchs, **asked}, "torch", "bf16", "gpt3/bench layer-torch"),
+        ({**torchs, "device": "cpu"}, "torch", "bf16", "gpt3/bench"),
+    ]
+    for header, layer, precision, name in cases:
+        run = made_run()
+        for key, value in header.items():
+            setattr(run, key, value)
+        run.builds[""].config = {"layer": layer, "precision": precision}
+        assert runs.workload_of(run).name == name
+
+
 # ------------------------------------------------------------------------------------------------
 # Notes
 
