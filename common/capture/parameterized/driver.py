@@ -1,6 +1,7 @@
 """The calls of CUDA's driver that parameterized launches need, by the package cuda-bindings.
 
-torch's CUDA wheels bring it. A call that sets a node's parameters takes 0.6 us of the host, 0.2 of them the driver's.
+torch's CUDA wheels bring it. A call that sets a node of an executable takes the host 0.7 to 2.3 us, most of them
+the driver's (hosts of an H200 and an H100).
 """
 
 import ctypes
