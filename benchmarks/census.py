@@ -83,6 +83,8 @@ def census(args: argparse.Namespace) -> int:
             log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
             run.measure_run(own, asked, facts, log)
             measured = partial.folded(facts.facts)
+            for note in sorted({note for build in measured.builds.values() for note in build.notes}):
+                print(printable(f"  {note}"))
             reason = _why_not(measured)
             if reason:
                 # A run that is kept says it by its facts.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import statistics
 from benchmarks.files.facts import OWN_STEP, Run, digits
+from benchmarks.files.workload import workload_of
 from benchmarks.judge import PASS, Judged, judged
 from benchmarks.pages.reasons import reason
 from common.text import printable
@@ -78,7 +79,7 @@ def suite(runs: list[Run], has_dates: bool = False) -> str:
             for name in headline:
                 ratio = own.ratio_of(name)
                 if ratio is not None:
-                    title = f"{run.title} {build_name}".rstrip()
+                    title = workload_of(run, build_name).name
                     date = run.begin_utc[:16].replace("T", " ")
                     rows.append((title, name, *ratio_cells(ratio), times(own.ceiling(name)), *[date] * has_dates))
     return "\n".join(aligned(rows, 2))
