@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from benchmarks.files.facts import OWN_STEP, Run, title_of
+from benchmarks.files.facts import OWN_STEP, Build, Run, stem, title_of
 
 
 @dataclass(frozen=True, order=True)
@@ -42,23 +42,24 @@ class Workload:
 def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
     """Return the workload of one build of a run.
 
-    Its preset is bench-l6 where the GPU held 6 layers of more. Without Transformer Engine the same command runs torch's
-    layers: that is the workload of `--layer torch --precision bf16`.
+    Its preset is bench-l6 where the GPU held 6 layers of more. Where a GPU's machine cannot use Transformer Engine, the
+    same command runs torch's layers: that is the workload of `--layer torch --precision bf16`.
     """
     gpu = next((each.name for each in run.host.gpus), "CPU")
     own = run.builds.get(build)
     asked, held = (own.asked_layers, own.config.get("layers")) if own else (None, None)
     is_smaller = asked is not None and isinstance(held, int) and held < asked
     preset = f"{run.preset}-l{held}" if is_smaller else run.preset
-    label = "-".join(filter(None, [run.label, _instead(run, own.config if own else {})]))
+    label = "-".join(filter(None, [run.label, _instead(run, own) if own else ""]))
     return Workload(gpu, run.ranks, run.model, preset, label, build, busy, _digest(run))
 
 
-def _instead(run: Run, config) -> str:
-    """The flags, as in labels, of torch's layers in the place of Transformer Engine's on a GPU."""
-    is_asked = "--layer" in run.flags or run.versions.get("transformer_engine") or run.device == "cpu"
-    is_torch = config.get("layer") == "torch"
-    return f"layer-torch-precision-{config.get('precision')}" if is_torch and not is_asked else ""
+def _instead(run: Run, own: Build) -> str:
+    """The flags, as in labels, of torch's layers in the place of Transformer Engine's, which `bench` has by itself."""
+    is_asked = "layer" in own.fields or any(flag.startswith(("--layer", "--precision")) for flag in run.flags)
+    if is_asked or run.device == "cpu" or stem(run.preset) != "bench" or own.config.get("layer") != "torch":
+        return ""
+    return f"layer-torch-precision-{own.config['precision']}"
 
 
 def _digest(run: Run) -> str:

@@ -26,6 +26,7 @@ from urllib.parse import quote
 
 from benchmarks import ROOT, runs, statistics
 from benchmarks.files.facts import OWN_STEP, Run, stem
+from benchmarks.files.workload import workload_of
 from benchmarks.judge import PASS, judged
 from benchmarks.pages import headlines, memory, operators, published, rules, scopes, tables
 from benchmarks.pages.headlines import Headline
@@ -173,7 +174,7 @@ def minutes_of(run: Run) -> float:
 
 def _is_bench(run: Run) -> bool:
     """True for a run as `make bench MODEL=...` makes it, on a GPU."""
-    is_model = run.model != OWN_STEP and run.preset == "bench" and not run.label
+    is_model = run.model != OWN_STEP and run.preset == "bench" and not workload_of(run).label
     return run.device == "cuda" and is_model and run.ranks == 1 and run.parity == "courses"
 
 

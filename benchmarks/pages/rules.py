@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import runs
+from benchmarks.files.workload import workload_of
 from benchmarks.judge import PASS
 from benchmarks.pages import tables
 from benchmarks.runs import Found, Point, Reached
@@ -69,7 +70,7 @@ def _gain(point: Point, page: Path) -> str:
     """The gain of a graph in one run, its interval and a link to the run."""
     ratio = point.ratio
     assert ratio is not None
-    link = tables.linked_file(f"{point.run.title} {point.name}", point.path, page)
+    link = tables.linked_file(f"{workload_of(point.run).name} {point.name}", point.path, page)
     return f"{link} {ratio.ratio:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})"
 
 
@@ -119,7 +120,7 @@ def _variation(marks: Sequence[Reached], page: Path) -> str:
     for name, own in (("Eager", list(eager.values())), ("Graphs", graphs)):
         most, point = max(own, key=lambda each: each[0])
         middle = plain.median(value for value, _ in own)
-        link = tables.linked_file(point.run.title, point.path, page)
+        link = tables.linked_file(workload_of(point.run).name, point.path, page)
         text = f"{name}: {100 * middle:.1f} % in the median, {100 * most:.1f} % at most"
         texts.append(f"{text} ({link}, {len(own)} cases)")
     return ". ".join(texts) + "."

@@ -101,11 +101,10 @@ def _slowed(row):
 
 
 def _others(row):
-    """Say how many benchmarks ran on other GPUs of a row's one host."""
-    if len(row.timed) != 1:
-        return ""
-    most = row.timed[0].others
-    return f"beside {runs.counted(most, 'benchmark')} on other GPUs" if most else ""
+    """Say how many benchmarks ran on other GPUs of a row's hosts."""
+    beside = [point.others for point in row.timed if point.others]
+    text = f"beside {runs.counted(max(beside), 'benchmark')} on other GPUs" if beside else ""
+    return text if len(row.timed) == 1 or not text else f"{len(beside)} of {len(row.timed)} runs {text}"
 
 
 def _spread(row):

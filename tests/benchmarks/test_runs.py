@@ -220,16 +220,15 @@ def test_a_run_with_fewer_layers_than_asked_is_a_workload_of_its_own(tmp_path):
 
 
 def test_torchs_layers_in_the_place_of_transformer_engines_are_a_workload_of_their_own(tmp_path):
-    torchs = {"versions": {"torch": "2.13", "transformer_engine": None}}
-    engines = {"versions": {"torch": "2.13", "transformer_engine": "2.20"}}
-    asked = {"flags": ["--layer", "torch"], "label": "layer-torch"}
+    asked = {"flags": ["--layer=torch"], "label": "layer-torch"}
     cases = [
-        (engines, "te", "fp8", "gpt3/bench"),
-        (engines, "torch", "bf16", "gpt3/bench"),
-        (torchs, "torch", "bf16", "gpt3/bench layer-torch-precision-bf16"),
-        (torchs, "handwritten", "fp8", "gpt3/bench"),
-        ({**torchs, **asked}, "torch", "bf16", "gpt3/bench layer-torch"),
-        ({**torchs, "device": "cpu"}, "torch", "bf16", "gpt3/bench"),
+        ({}, "te", "fp8", "gpt3/bench"),
+        ({}, "torch", "bf16", "gpt3/bench layer-torch-precision-bf16"),
+        ({}, "handwritten", "fp8", "gpt3/bench"),
+        (asked, "torch", "bf16", "gpt3/bench layer-torch"),
+        ({"flags": ["--precision", "fp32"], "label": "precision-fp32"}, "torch", "fp32", "gpt3/bench precision-fp32"),
+        ({"device": "cpu"}, "torch", "bf16", "gpt3/bench"),
+        ({"preset": "slice_70b"}, "torch", "bf16", "gpt3/slice_70b"),
     ]
     for header, layer, precision, name in cases:
         run = made_run()
@@ -237,6 +236,9 @@ def test_torchs_layers_in_the_place_of_transformer_engines_are_a_workload_of_the
             setattr(run, key, value)
         run.builds[""].config = {"layer": layer, "precision": precision}
         assert runs.workload_of(run).name == name and name in run_table.suite([run])
+    run = made_run()
+    run.builds[""].config = run.builds[""].fields = {"layer": "torch", "precision": "bf16"}
+    assert runs.workload_of(run).name == "gpt3/bench"
 
 
 # ------------------------------------------------------------------------------------------------
