@@ -59,7 +59,7 @@ def _instead(run: Run, own: Build) -> str:
     is_asked = "layer" in own.fields or any(flag.startswith(("--layer", "--precision")) for flag in run.flags)
     if is_asked or run.device == "cpu" or stem(run.preset) != "bench" or own.config.get("layer") != "torch":
         return ""
-    return f"layer-torch-precision-{own.config['precision']}"
+    return f"layer-torch-precision-{own.config.get('precision')}"
 
 
 def _digest(run: Run) -> str:
