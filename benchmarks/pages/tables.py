@@ -103,8 +103,11 @@ def _slowed(row):
 def _others(row):
     """Say how many benchmarks ran on other GPUs of a row's hosts."""
     beside = [point.others for point in row.timed if point.others]
-    text = f"beside {runs.counted(max(beside), 'benchmark')} on other GPUs" if beside else ""
-    return text if len(row.timed) == 1 or not text else f"{len(beside)} of {len(row.timed)} runs {text}"
+    if not beside:
+        return ""
+    text = f"{runs.counted(max(beside), 'benchmark')} on other GPUs"
+    number = len(row.timed)
+    return f"beside {text}" if number == 1 else f"{len(beside)} of {number} runs beside up to {text}"
 
 
 def _spread(row):

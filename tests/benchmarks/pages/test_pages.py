@@ -177,7 +177,7 @@ def test_a_disturbed_run_is_no_headline(tmp_path):
         path.unlink()
         write(disturbed, path.parent)
         assert table("front", tmp_path).splitlines()[-1] == line
-        told = "1 of 2 runs beside 2 benchmarks on other GPUs"
+        told = "1 of 2 runs beside up to 2 benchmarks on other GPUs"
         told = "eager slowed 2.22 times in a run" if disturbed is slowed else told
         assert f"| two hosts | {told} |" in table("model", tmp_path, "gpt3")
 
