@@ -1,8 +1,8 @@
 """Checks of a variant's blocks, which must pass before its time counts: a wrong benchmark is usually the fastest.
 
 Pure functions of the facts of a run. Each check compares with the base or with the reference in the same cycle, names
-its `Fault`, and says it in one line. On a GPU every block counts. A CPU shares its cores with other programs: there a
-check of time or threads accuses a variant only where three blocks of eight show the fault, and never fewer than three.
+its `Fault`, and says it in one line. On a GPU every block counts. A CPU shares its cores with other programs: no time
+that was taken there accuses a variant, and threads do only where three blocks of eight show them, never fewer.
 """
 
 import enum
@@ -27,11 +27,11 @@ OUTSIDE_SHARE, OUTSIDE_SHARE_OF_MOST, OUTSIDE_SLACK_S = 1.0, 0.25, 0.1
 # A drained step may take twice a timed one. Taken off the base twice, too, the steps of a slow base would hide its own
 # time outside, and a graph that is faster would be accused of the difference.
 STEPS_OF_VARIANT, STEPS_OF_BASE = 2, 1
-CLOCK_SLACK_S = {"cuda": 0.015, "cpu": 0.05}
+CLOCK_SLACK_S = 0.015
 LATE_MS = 10.0
 # Rounding of a loss that is printed with seven digits.
 LEAST_LOSS_DEVIATION = {"cuda": 1e-5, "cpu": 1e-6}
-# Blocks on a CPU that have to show a fault of time or threads, or say what an audit should have taken.
+# Blocks on a CPU that have to show more threads.
 LEAST_CPU_BLOCKS, CPU_SHARE = 3, 3 / 8
 # Kernels whose bits differ once in a few hundred calls, as cuDNN's attention backward, let a single block part from the
 # others: in Llama 2 70B by up to 3.4e-3, eager's blocks like graphs'. More than this is no rounding.
@@ -40,7 +40,7 @@ LARGEST_OF_ONE_BLOCK = 1e-2
 # itself, and of how far the state moved. Two draws differ by several percent.
 AUDIT_TOLERANCE, AUDIT_TOLERANCE_OF_BASE, AUDIT_MOVED_TOLERANCE = 1e-3, 0.05, 0.05
 # Where even a variant's fastest audit is slower than most of its blocks by more, beyond what the base's are.
-AUDIT_SLOWER = {"cuda": 1.25, "cpu": 1.5}
+AUDIT_SLOWER = 1.25
 
 
 class Fault(enum.Enum):
@@ -96,9 +96,8 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
     return (
         _promise_fault(variant)
         or _share_fault(variant, run.device)
-        or _clock_fault(variant, base, run)
-        or _outside_fault(variant, base, run.device)
-        or _late_fault(variant, base, run.device)
+        or _time_fault(variant, base, run)
+        or _late_change_fault(variant)
         or _growth_fault(build, name, run.device)
         or _thread_fault(variant, base, run.device)
         or _training_fault(variant, reference, build, run)
@@ -110,11 +109,6 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
 def _anchor_of(build: Build) -> Variant | None:
     own = build.variants.get(build.anchor)
     return own if own is not None and own.blocks else None
-
-
-def _shows(flags: Sequence[bool], device: str) -> bool:
-    """Return whether enough blocks show a fault: on a CPU another program may have taken the core in one or two."""
-    return sum(flags) >= (1 if device == "cuda" else max(LEAST_CPU_BLOCKS, math.ceil(CPU_SHARE * len(flags))))
 
 
 def _quiet(variant: Variant) -> list[Block]:
@@ -152,48 +146,42 @@ def _share_fault(variant, device) -> Found | None:
     return None
 
 
-def _clock_fault(variant, base, run) -> Found | None:
-    quiet, slack_s = _quiet(variant), CLOCK_SLACK_S[run.device]
-    if run.device == "cpu":
-        # A busy CPU may keep the other process waiting, at the begin or at the end of a block.
-        slack_s = max([slack_s, *(2 * abs(_clock_gap_s(block)) for block in _quiet(base))])
-    wrong = [_is_other_time(block, slack_s, run.ranks) for block in quiet]
-    if not _shows(wrong, run.device):
+def _time_fault(variant, base, run) -> Found | None:
+    """Time that a variant hides. None on a CPU, whose other programs may take a core at any moment."""
+    if run.device != "cuda":
         return None
-    block = next(block for block, is_wrong in zip(quiet, wrong, strict=True) if is_wrong)
+    return _clock_fault(variant, run.ranks) or _outside_fault(variant, base) or _late_work_fault(variant, base)
+
+
+def _clock_fault(variant, ranks) -> Found | None:
+    block = next((block for block in _quiet(variant) if _is_other_time(block, ranks)), None)
+    if block is None:
+        return None
     own_s = block.mean_ms * block.steps / 1e3
     said = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw {block.parent_s:.3f} s"
     return Found(Fault.CLOCK, f"{said}, and another clock of its own {block.worker_s:.3f} s")
 
 
-def _clock_gap_s(block: Block) -> float:
-    """The time of a block's steps by another process's clock less that by its own."""
-    return block.parent_s - block.mean_ms * block.steps / 1e3
-
-
-def _is_other_time(block, slack_s, ranks) -> bool:
+def _is_other_time(block, ranks) -> bool:
     own_s = block.mean_ms * block.steps / 1e3
     for seen_s in (block.parent_s, block.worker_s):
         # With several ranks the slowest rank of each step counts. Together they may take longer than any rank did.
         is_of_ranks = ranks > 1 and seen_s < own_s
-        if not is_of_ranks and abs(seen_s - own_s) > max(CLOCK_SHARE * seen_s, slack_s):
+        if not is_of_ranks and abs(seen_s - own_s) > max(CLOCK_SHARE * seen_s, CLOCK_SLACK_S):
             return True
     return False
 
 
-def _outside_fault(variant, base, device) -> Found | None:
+def _outside_fault(variant, base) -> Found | None:
     """Work in the untimed or drained steps, or where the variant is entered or left, by the other process's clock."""
     usual = [outside for block in _quiet(base) if (outside := _outside_s(block, STEPS_OF_BASE)) is not None]
     seen = [(_outside_s(block, STEPS_OF_VARIANT), block) for block in _quiet(variant)]
     extra = [(outside - plain.median(usual), block) for outside, block in seen if outside is not None and usual]
     if variant is base or not usual or not extra:
         return None
-    # A busy CPU may keep the base waiting there, too.
-    slack_s = OUTSIDE_SLACK_S if device == "cuda" else max(OUTSIDE_SLACK_S, max(usual) - plain.median(usual))
     over = [s > max(OUTSIDE_SHARE * block.parent_s, OUTSIDE_SLACK_S, max(usual)) for s, block in extra]
-    slightly = [s > max(OUTSIDE_SHARE_OF_MOST * block.parent_s, slack_s) for s, block in extra]
-    is_in_most = 2 * sum(slightly) > len(extra) and _shows(slightly, device)
-    if not _shows(over, device) and not is_in_most:
+    slightly = [s > max(OUTSIDE_SHARE_OF_MOST * block.parent_s, OUTSIDE_SLACK_S) for s, block in extra]
+    if not any(over) and 2 * sum(slightly) <= len(extra):
         return None
     s, block = max(extra, key=lambda each: each[0])
     said = f"{s:.2f} s of work outside of the {block.parent_s:.2f} s of its timed steps in cycle {block.cycle}"
@@ -210,15 +198,19 @@ def _outside_s(block: Block, factor: float) -> float | None:
     return block.whole_s - block.parent_s - factor * (block.untimed_steps + block.drained_steps) * block.mean_ms / 1e3
 
 
-def _late_fault(variant, base, device) -> Found | None:
-    if any(block.late_change for block in variant.blocks):
-        return Found(Fault.LATE_CHANGE, "the training state still changed after a block had ended")
+def _late_work_fault(variant, base) -> Found | None:
     # Work that goes on after a variant's block may reach the base's next block. Busy processes delay the look itself.
-    usual, quiet = min(block.late_ms for block in base.blocks), _quiet(variant)
-    if not _shows([block.late_ms > usual + LATE_MS for block in quiet], device):
+    usual = min(block.late_ms for block in base.blocks)
+    most = max((block.late_ms for block in _quiet(variant)), default=0.0)
+    if most <= usual + LATE_MS:
         return None
-    most = max(block.late_ms for block in quiet)
     return Found(Fault.LATE_WORK, f"{most:.0f} ms of work went on after a block had ended, {usual:.0f} ms in the base")
+
+
+def _late_change_fault(variant) -> Found | None:
+    if not any(block.late_change for block in variant.blocks):
+        return None
+    return Found(Fault.LATE_CHANGE, "the training state still changed after a block had ended")
 
 
 def _growth_fault(build, name, device) -> Found | None:
@@ -259,7 +251,9 @@ def _thread_fault(variant, base, device) -> Found | None:
     for block in base.blocks:
         usual[block.cycle] = max(usual.get(block.cycle, 0), block.threads)
     extra = [own.threads - usual[own.cycle] for own in variant.blocks if own.cycle in usual]
-    if not extra or not _shows([number >= 1 for number in extra], device):
+    # On a CPU another program may have taken the core in a block or two.
+    least = 1 if device == "cuda" else max(LEAST_CPU_BLOCKS, math.ceil(CPU_SHARE * len(extra)))
+    if sum(number >= 1 for number in extra) < least:
         return None
     return Found(Fault.THREADS, f"{max(extra):g} threads more than the base in its blocks")
 
@@ -365,28 +359,18 @@ def _difference(own: Trained, other: Trained) -> float:
 
 def _audit_time_fault(variant, base, device) -> Found | None:
     """Audits that all take longer than most blocks of the cycles, where an earlier variant had made the same steps."""
-    audits, of_base = ([each.own for each in own.audits if each.own is not None] for own in (variant, base))
+    own_ms, base_ms = ([each.own.mean_ms for each in own.audits if each.own is not None] for own in (variant, base))
     blocks, others = _quiet(variant), _quiet(base)
     # Steps that run again depend on the state.
-    if variant is base or not all((audits, of_base, blocks, others)) or any(block.reruns for block in variant.blocks):
+    is_compared = all((own_ms, base_ms, blocks, others)) and not any(block.reruns for block in variant.blocks)
+    if device != "cuda" or variant is base or not is_compared:
         return None
-    both: tuple[Sequence[Block | Trained], ...] = (audits, of_base, blocks, others)
-    # A step that waits for a busy CPU takes no time of its process. Older files lack that of audits.
-    is_of_process = device == "cpu" and all(each.cpu_ms for own in both for each in own)
-    if device == "cpu" and not is_of_process and len(blocks) < LEAST_CPU_BLOCKS:
-        return None
-    own_ms, base_ms, slow, usual = (_times(own, is_of_process) for own in both)
-    slow_ms, wander = _upper_quartile(slow), max(1.0, max(base_ms) / _upper_quartile(usual))
-    if min(own_ms) <= AUDIT_SLOWER[device] * wander * slow_ms:
+    slow_ms = _upper_quartile([block.mean_ms for block in blocks])
+    wander = max(1.0, max(base_ms) / _upper_quartile([block.mean_ms for block in others]))
+    if min(own_ms) <= AUDIT_SLOWER * wander * slow_ms:
         return None
     said = "where a secret draw had scaled the state its fastest block took"
-    unit = "ms of the processor" if is_of_process else "ms"
-    most = f"{digits(min(own_ms))} {unit} a step, most others at most {digits(slow_ms)} {unit}"
-    return Found(Fault.AUDIT_TIME, f"{said} {most}")
-
-
-def _times(blocks: Sequence[Block | Trained], is_of_process: bool) -> list[float]:
-    return [(each.cpu_ms or 0.0) if is_of_process else each.mean_ms for each in blocks]
+    return Found(Fault.AUDIT_TIME, f"{said} {digits(min(own_ms))} ms a step, most others at most {digits(slow_ms)} ms")
 
 
 def _upper_quartile(values: Sequence[float]) -> float:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import struct
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,7 @@ from tests.helpers.made_run import HEADER, made_run
 hypothesis = pytest.importorskip("hypothesis")
 st, given, settings = hypothesis.strategies, hypothesis.given, hypothesis.settings
 
-LIMIT_S, LIMIT_KIB = 2.0, 300 * 1024
+LIMIT_KIB = 300 * 1024
 LLAMA = Config(layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=128, sequence=32, rank=4)
 NESTED = b"[" * 200_000
 
@@ -248,7 +247,7 @@ READERS = {
 def told(read, *args):
     """Read, and return the refusal in one line, or ""; all memory of the process counts, that of C libraries too."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before_kib, start_s, said = _kib("VmRSS"), time.process_time(), ""
+    before_kib, said = _kib("VmRSS"), ""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -258,9 +257,8 @@ def told(read, *args):
             assert said, "an empty message"
     for line in (said, *(str(each.message) for each in warned)):
         assert line.isprintable() or not line, f"not in one printable line: {line!a}"
-    # A busy neighbour costs no processor time.
-    taken_s, kib = time.process_time() - start_s, _kib("VmHWM") - before_kib
-    assert taken_s < LIMIT_S and kib < LIMIT_KIB, f"{taken_s:.1f} s, {kib / 1024:.0f} MiB: {said}"
+    kib = _kib("VmHWM") - before_kib
+    assert kib < LIMIT_KIB, f"{kib / 1024:.0f} MiB: {said}"
     return said
 
 

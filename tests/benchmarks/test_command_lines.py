@@ -13,8 +13,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -25,6 +23,7 @@ from benchmarks.script import models
 from common.your_step import doctor, step_file
 from tests.helpers import contracts
 from tests.helpers.made_run import put
+from tests.helpers.processes import until
 
 hypothesis = pytest.importorskip("hypothesis")
 st, given, settings = hypothesis.strategies, hypothesis.given, hypothesis.settings
@@ -187,9 +186,8 @@ def test_two_thousand_random_command_lines_are_answered(tmp_path, program):
 # ------------------------------------------------------------------------------------------------
 # Real processes
 
-# Of processor time until a process has refused, ended, or begun: a busy neighbour costs none, or by the caches that it
-# shares a part. Torch alone is imported in IMPORT_S where nothing else runs.
-LIMIT_S, IMPORT_S, HANGS_S, ENDS_S = 5.0, 1.5, 90.0, 30.0
+# A process that neither prints nor ends for so long hangs.
+HANGS_S = 300.0
 MOST_BYTES = 12 * 2**30
 STEP = """
 import torch
@@ -212,22 +210,6 @@ TINY |= {model: ([], ["--preset", "tiny"]) for model in models()}
 MODULES = {"doctor": "common.your_step.doctor"} | {model: f"{model}.train" for model in models()}
 
 
-def slowness() -> float:
-    """How many times as long as on an idle machine torch's import takes now, 1 at least."""
-    line = [sys.executable, "-c", "import torch, time; print(time.process_time())"]
-    done = subprocess.run(line, check=True, capture_output=True, text=True)
-    return max(1.0, float(done.stdout) / IMPORT_S)
-
-
-def processor_s(process) -> float:
-    """Processor time of a process and of its children that have ended; inf where it has ended."""
-    try:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return float("inf")
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
 def answer_of(program, words, folder):
     """(exit status, stdout, stderr) of a process; the status is None where it had begun and was stopped."""
     before, after = TINY.get(program, ([], []))
@@ -242,19 +224,14 @@ def answer_of(program, words, folder):
         process = subprocess.Popen(
             line, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=first, stderr=second, preexec_fn=limited
         )
-        end_s, has_begun = time.monotonic() + HANGS_S, False
+        has_begun = False
         try:
-            while process.poll() is None and not has_begun:
-                time.sleep(0.05)
-                has_begun = out.stat().st_size > 0
-                spent_s = processor_s(process)
-                if has_begun or process.poll() is not None or (spent_s <= LIMIT_S and time.monotonic() <= end_s):
-                    continue
-                assert spent_s <= LIMIT_S * slowness() and time.monotonic() <= end_s, (line, err.read_text())
+            assert until(lambda: process.poll() is not None or out.stat().st_size > 0, HANGS_S), (line, err.read_text())
+            has_begun = process.poll() is None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
             process.send_signal(signal.SIGINT)
-            status = process.wait(ENDS_S)
+            status = process.wait(HANGS_S)
         finally:
             process.kill()
             process.wait()
@@ -267,7 +244,7 @@ def answer_of(program, words, folder):
 
 
 @pytest.mark.slow
-def test_fifty_processes_begin_a_run_or_refuse_in_one_line_within_five_seconds(tmp_path):
+def test_fifty_processes_begin_a_run_or_refuse_in_one_line(tmp_path):
     put(tmp_path / "root", 0)
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "my_step.py").write_text(STEP)

@@ -64,17 +64,14 @@ def test_csv_has_every_row_unrounded(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_hundred_runs_are_read_and_written_in_seconds(tmp_path):
+def test_two_hundred_runs_are_read_and_written_in_little_memory(tmp_path):
     for number in range(200):
         run = made_run(id=f"20261125T101500Z-{number:08x}", ms={"eager": 10.0 + number}, boot=str(number % 7))
         write(run, tmp_path / f"h200x1/model{number % 9}-bench")
     code = (
-        "import sys, time; from benchmarks import compare; compare.main([sys.argv[1], '--wide'])\n"
-        "print(time.process_time())\n"
+        "import sys; from benchmarks import compare; compare.main([sys.argv[1], '--wide'])\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    # Processor time, whatever else runs: 1 s.
-    seconds, peak_kib = done.stdout.split()[-2:]
-    assert float(seconds) < 10 and int(peak_kib) < 200 * 1024
+    assert int(done.stdout.split()[-1]) < 200 * 1024

@@ -2,7 +2,7 @@
 
 JOB is kind:phase:rank:world_size, as in killed:steps:1:2. A few run at a time. Each is forked from a process that has
 imported torch, and each leader does what torchrun does: it holds the store, waits for its ranks, and stops the others
-when one has failed ("alone" as a fifth part: it does not). FOLDER/JOB.json holds exit statuses and seconds; FOLDER/JOB
+when one has failed ("alone" as a fifth part: it does not). FOLDER/JOB.json holds exit statuses; FOLDER/JOB
 has the file of --record.
 """
 
@@ -166,7 +166,7 @@ def lead(job, folder):
     home.mkdir(parents=True)
     os.environ.update(MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(world_size), TORCHELASTIC_USE_AGENT_STORE="True")
     read, write = os.pipe()
-    start, pids = time.monotonic(), {}
+    pids = {}
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
@@ -192,7 +192,7 @@ def lead(job, folder):
         if code and not alone:
             for other in pids:
                 os.kill(other, signal.SIGTERM)
-    answer = {"statuses": [statuses[rank] for rank in range(world_size)], "seconds": time.monotonic() - start}
+    answer = {"statuses": [statuses[rank] for rank in range(world_size)]}
     (folder / f"{name}.json").write_text(json.dumps(answer))
 
 
