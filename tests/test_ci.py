@@ -1,75 +1,56 @@
-""".ci/run: what it runs, where it stops, and what its last line says.
+""".ci/run: what it runs, where it stops, and what its last line says. .ci/size.py: numbers that do not rise.
 
 pytest tests/test_ci.py
 """
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 CI = Path(__file__).resolve().parent.parent / ".ci"
 
+# Prints pytest's summary. A target named in FAILING fails, in FLAKY at its first call.
 FAKE_MAKE = """#!/bin/bash
 echo "make $*" >>"$CALLS"
-case $1 in
-test) echo "==== 12 passed, 2 skipped, 9 deselected in 3.21s ====" ;;
-test-slow) echo "${SLOW_SUMMARY:-3 passed, 18 deselected in 61.00s (0:01:01)}" ;;
+case "$1 ${2:-}" in
+"test ") echo "==== 12 passed, 2 skipped, 9 deselected in 3.21s ====" ;;
+"test-slow ") echo "${SLOW_SUMMARY:-3 passed, 18 deselected in 61.00s (0:01:01)}" ;;
+*" ARGS"*) echo "${AGAIN_SUMMARY:-1 passed in 1.00s}" ;;
 esac
 [ "$1" != "${FAILING:-}" ] || exit 2
+[ "$1 ${2:-}" != "${FLAKY:-} " ] || { echo "FAILED tests/test_x.py::test_y[a b] - assert 1 == 2"; exit 2; }
 """
-
-# What comes in packages, all there, so that nothing is installed.
-SLURM = ("sbatch", "slurmctld", "slurmd", "munged")
-PACKAGED = (*SLURM, "git", "shellcheck", "espeak-ng")
-TOOLS = ("awk", "bash", "cat", "chmod", "dirname", "env", "id", "mktemp", "rm", "sleep", "tee")
-FAKE_SUDO = '#!/bin/bash\nshift\nexec "$@"\n'
-# Installs the names in INSTALLS beside itself.
-FAKE_APT = """#!/bin/bash
-echo "apt-get $*" >>"$CALLS"
-[ "${FAILING:-}" != apt-get ] || exit 100
-[[ "$*" == *install* ]] || exit 0
-for name in ${INSTALLS:-sbatch slurmctld slurmd munged}; do
-    : >"${0%/*}/$name"
-    chmod +x "${0%/*}/$name"
-done
-"""
-
 # Stands for the interpreter of pip.
 FAKE_PYTHON = """#!/bin/bash
 echo "python $*" >>"$CALLS"
-[ "${FAILING:-}" != triton ] || exit 1
+[[ "$*" != *"${FAILING:-none}"* ]]
 """
+# What comes in packages, all there, so that nothing is installed.
+PACKAGED = ("sbatch", "slurmctld", "slurmd", "munged", "git", "shellcheck", "espeak-ng")
+TOOLS = ("awk", "bash", "cat", "dirname", "id", "mktemp", "mv", "rm", "sed", "tee")
 
 
-def run_ci(tmp_path, packaged=PACKAGED, **variables):
-    """A copy of .ci/run among fakes: (exit status, output lines, calls)."""
+def run_ci(tmp_path, **variables):
+    """A copy of .ci/run beside a make and a python that fail as asked: (exit status, output lines, calls)."""
     (tmp_path / ".ci").mkdir()
-    # Only what is in the folder counts, not this machine's daemons.
-    (tmp_path / ".ci" / "run").write_text((CI / "run").read_text().replace(":/usr/sbin", ""))
-    (tmp_path / ".ci" / "run").chmod(0o755)
-    fakes = {name: "#!/bin/bash\n" for name in packaged}
-    for name, text in {
-        "make": FAKE_MAKE,
-        "python": FAKE_PYTHON,
-        "apt-get": FAKE_APT,
-        "sudo": FAKE_SUDO,
-        **fakes,
-    }.items():
+    (tmp_path / "work").mkdir()
+    shutil.copy(CI / "run", tmp_path / ".ci")
+    programs = {"make": FAKE_MAKE, "python": FAKE_PYTHON, **dict.fromkeys(PACKAGED, "#!/bin/bash\n")}
+    for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     for name in TOOLS:
         (tmp_path / name).symlink_to(shutil.which(name))
-    (tmp_path / "work").mkdir()
-    environment = {
-        "PATH": str(tmp_path),
-        "PYTHON": str(tmp_path / "python"),
-        "CALLS": str(tmp_path / "calls"),
-        "TMPDIR": str(tmp_path / "work"),
-        "CI": "true",
-        **variables,
+    folders = {
+        "PATH": tmp_path,
+        "PYTHON": tmp_path / "python",
+        "CALLS": tmp_path / "calls",
+        "TMPDIR": tmp_path / "work",
     }
+    environment = {name: str(path) for name, path in folders.items()} | variables
     answer = subprocess.run(
         [tmp_path / ".ci" / "run"], cwd="/", env=environment, capture_output=True, text=True, timeout=300
     )
@@ -81,50 +62,87 @@ def test_ci_runs_every_step_and_sums_the_tests(tmp_path):
     status, lines, calls = run_ci(tmp_path)
     assert status == 0
     assert calls[0] == "make lint" and calls[1].startswith("python -m pip ") and " triton==" in calls[1]
-    assert calls[2:] == ["make test", "make test-slow"]
+    assert calls[2:] == ["python .ci/size.py", "make test", "make test-slow"]
     assert "3 passed, 18 deselected in 61.00s (0:01:01)" in lines
-    assert lines[-1].startswith("15 passed, 2 skipped in ")
+    assert lines[-1].startswith("15 passed, 2 skipped in ") and lines[-1].endswith("s")
 
 
 @pytest.mark.parametrize(
-    ("failing", "num_calls", "status", "passed"),
+    ("failing", "step", "num_calls", "status", "passed"),
     [
-        ("triton", 2, 1, 0),
-        ("test", 3, 2, 12),
-        ("test-slow", 4, 2, 15),
+        ("triton", "triton", 2, 1, 0),
+        ("size", "size", 3, 1, 0),
+        ("test", "test, once more what failed", 5, 2, 13),
+        ("test-slow", "test-slow, once more what failed", 6, 2, 16),
     ],
 )
-def test_ci_stops_at_the_step_that_fails(tmp_path, failing, num_calls, status, passed):
+def test_ci_stops_at_the_step_that_fails(tmp_path, failing, step, num_calls, status, passed):
     returned, lines, calls = run_ci(tmp_path, FAILING=failing)
     assert (returned, len(calls)) == (status, num_calls)
-    assert lines[-2] == f"step {failing} failed with exit status {status}"
+    assert lines[-2] == f"step {step} failed with exit status {status}"
     assert lines[-1].startswith(f"1 failed, {passed} passed, ")
 
 
-def test_ci_installs_what_the_tests_with_slurm_need(tmp_path):
-    # As after apt install slurm-client slurmd.
-    status, _, calls = run_ci(tmp_path, packaged=("sbatch", "slurmd", "munged", "git"))
+def test_what_passes_when_it_is_run_once_more_is_named_and_fails_nothing(tmp_path):
+    status, lines, calls = run_ci(tmp_path, FLAKY="test-slow", SLOW_SUMMARY="1 failed, 2 passed in 61.00s")
     assert status == 0
-    assert calls[:2] == [
-        "apt-get -qq update",
-        "apt-get -qq install -y --no-install-recommends shellcheck espeak-ng slurm-wlm munge",
-    ]
-    assert calls[2] == "make lint"
+    assert calls[-1] == "make test-slow ARGS=--last-failed --last-failed-no-failures none -n 0"
+    assert lines[-1].startswith("15 passed, 2 skipped in ")
+    assert lines[-1].endswith("; flaky: tests/test_x.py::test_y[a b]")
 
 
-@pytest.mark.parametrize("variables", [{"INSTALLS": "sbatch slurmd munged"}, {"FAILING": "apt-get"}])
-def test_ci_fails_where_slurm_could_be_installed_and_was_not(tmp_path, variables):
-    status, lines, calls = run_ci(tmp_path, packaged=("git", "shellcheck", "espeak-ng"), **variables)
-    assert status != 0 and not any(call.startswith("make") for call in calls)
-    assert lines[-2].startswith("step packages failed")
-
-
-def test_ci_without_slurm_if_told(tmp_path):
-    status, _, calls = run_ci(tmp_path, packaged=("git", "shellcheck", "espeak-ng"), WITHOUT_SLURM="1")
-    assert status == 0 and calls[0] == "make lint"
-
-
-def test_ci_counts_failed_tests(tmp_path):
+def test_what_fails_twice_is_counted_once(tmp_path):
     summary = "2 failed, 1 passed, 1 error in 4.00s"
-    _, lines, _ = run_ci(tmp_path, FAILING="test-slow", SLOW_SUMMARY=summary)
-    assert lines[-1].startswith("3 failed, 13 passed, 2 skipped in ")
+    _, lines, _ = run_ci(
+        tmp_path, FAILING="test-slow", SLOW_SUMMARY=summary, AGAIN_SUMMARY="1 failed, 1 error in 3.00s"
+    )
+    assert lines[-1].startswith("2 failed, 13 passed, 2 skipped in ")
+
+
+# ------------------------------------------------------------------------------------------------
+# Sizes
+
+PROGRAM = '"""Text."""\n\nVALUE = 1\n\n\ndef double(x):\n    """Text."""\n    return 2 * x\n'
+
+
+def run_size(tmp_path, *rows):
+    """(exit status, stdout, stderr) for a tree with PROGRAM and a test of one line, and a log with these rows."""
+    for name, text in {
+        "a.py": PROGRAM,
+        "tests/test_a.py": "import a\n",
+        "docs/log.md": "\n## Size\n\n" + "\n".join(rows),
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(CI / "size.py", tmp_path / ".ci")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    done = subprocess.run([sys.executable, ".ci/size.py"], cwd=tmp_path, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (["| 9 | 3 | 1 | the first |", "| 8 | 3 | 1 | less |"], ""),
+        (
+            ["| 9 | 3 | 1 | the first |", "| 7 | 2 | 1 | less |"],
+            "1 lines of source too many; 1 statements of source too",
+        ),
+        (["| 8 | 3 | 0 | the first |"], "1 lines of tests too many"),
+        (["| 7 | 3 | 1 | the first |", "| 1,008 | 3 | 1 | |"], "the row 1,008 | 3 | 1 has no reason"),
+        ([], "docs/log.md has no table of numbers"),
+    ],
+    ids=["equal", "source", "tests", "no reason", "no table"],
+)
+def test_a_tree_that_grows_is_refused_with_the_numbers(tmp_path, rows, said):
+    status, out, err = run_size(tmp_path, *rows)
+    assert (status, said in err) == (1 if said else 0, True), err
+    assert not said or err.count("\n") == 1
+    if not said:
+        assert out.splitlines() == [
+            "8 lines of source, 8 allowed",
+            "3 statements of source, 3 allowed",
+            "1 lines of tests, 1 allowed",
+        ]
