@@ -1,6 +1,7 @@
 """Every model by the command that its users type, without a GPU: a variant is a row of the table, or has a reason.
 
-These tests read the printed table and the exit status. The slow ones measure all variants, and all models at once.
+These tests read the printed table and the exit status. `make test` measures eager and a graph of each model, and a
+census; the slow tests measure all variants, and all models at once.
 """
 
 import json
@@ -12,7 +13,10 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT
+from benchmarks import ROOT, judge
+from benchmarks.files import run_file
+from benchmarks.files.facts import OWN_STEP
+from benchmarks.script import first_graph
 from tests.helpers.bench_process import MODEL as LYING_MODEL
 from tests.helpers.bench_process import wait_for
 
@@ -47,6 +51,12 @@ def bench(out, model, *more, environment=CPU_ONLY):
     return done.returncode, done.stdout
 
 
+def make(out, target, *values):
+    """The finished `make TARGET`, by this interpreter, whose runs lie in `out`."""
+    words = ["make", target, *values, f"OUT={out}", f"PYTHON={sys.executable}"]
+    return subprocess.run(words, cwd=ROOT, env=CPU_ONLY, capture_output=True, text=True, timeout=1200)
+
+
 def read(printed):
     """({variant of a row: its parity}, {variant: (status, reason)}) of printed tables."""
     lines = printed.splitlines()
@@ -78,6 +88,30 @@ def require_table(printed, model, description, chosen):
 
 def test_there_are_models():
     assert {"gpt3", "llama2_lora", "llama31", "moe", "rnnt", "stable_diffusion"} <= set(MODELS)
+
+
+@pytest.mark.parametrize("model", EVERY)
+def test_eager_and_the_headline_graph(model, tmp_path):
+    description = described(model)
+    graph = first_graph(description)
+    words = [f"MODEL={model}", f"VARIANTS=eager,{graph}", "PRESET=tiny", "CYCLES=1", "ARGS=--no-audit"]
+    done = make(tmp_path, "bench", *words)
+    assert done.returncode == 0 and not read(done.stdout)[1], done.stdout + done.stderr
+    require_table(done.stdout, model, description, ["eager", graph])
+
+
+def test_a_census_has_eager_and_a_graph_of_each_workload(tmp_path):
+    done = make(tmp_path, "census", "PRESET=tiny", "CYCLES=1", "MINUTES=60")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.rglob("census/*.json")
+    runs = run_file.read(path).runs
+    workloads = {run.label if run.model == OWN_STEP else run.model for run in runs}
+    assert workloads == {*MODELS, "muon-build", "nanogpt-build"}, done.stdout
+    for run in runs:
+        for judged in judge.judged(run).values():
+            statuses = {name: verdict.status for name, verdict in judged.verdicts.items()}
+            assert len(statuses) >= 2 and set(statuses.values()) == {"pass"}, (run.model, statuses)
+            assert all(judged.blocks(name) for name in statuses), run.model
 
 
 @pytest.mark.slow
