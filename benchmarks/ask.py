@@ -7,13 +7,14 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import ROOT, script
+from benchmarks import script
 from benchmarks.command import RUNS, Mistake, words_of
 from benchmarks.files import facts
 from benchmarks.measuring.request import BuildRequest
 from benchmarks.processes import launch
 from benchmarks.processes.gpus import Gpus
 from common.config import flag_of
+from common.folders import ROOT
 from common.your_step import step_file
 
 RESULTS = ROOT / "results"

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import ROOT
 from common.config import Parser, checked, end_at_once
+from common.folders import IS_INSTALLED, ROOT
 from common.text import printable, printed_as_text
 
 # An installed suite lies in site-packages, where nobody looks for runs.
-IS_INSTALLED = ROOT.parent.name == "graph_worth"
 RUNS = (Path.cwd() if IS_INSTALLED else ROOT) / "runs"
 TO_SCRIPT = "What follows -- goes to the training script."
 STOPPED = "\nstopped; what was measured stays, and the same command goes on from here"

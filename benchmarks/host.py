@@ -14,10 +14,11 @@ import shutil
 import subprocess
 import sys
 
-from benchmarks import ROOT, command
+from benchmarks import command
 from benchmarks.command import Mistake, positive
 from benchmarks.measure import require_torch
 from benchmarks.processes.host_load import busy_processes
+from common.folders import ROOT
 from common.your_step import step_file
 
 # Of all calls together, once quiet and once beside busy processes.

@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import ROOT, command, run, statistics
+from benchmarks import command, run, statistics
 from benchmarks.ask import Options
 from benchmarks.command import Mistake, amount, count, positive
 from benchmarks.files import facts
@@ -31,6 +31,7 @@ from benchmarks.files.facts import Run
 from benchmarks.judge import Judged, Verdict, judged
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import gpus, launch
+from common.folders import ROOT
 from common.your_step import step_file
 from common.your_step.config import LEAST_GAIN
 

@@ -15,13 +15,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks import ROOT
 from benchmarks.command import RUNS, Mistake, exit_status, parser_of, positive, shown, words_of
 from benchmarks.files.partial import utc
 from benchmarks.processes import launch
 from benchmarks.processes.gpus import find_gpus
 from benchmarks.run import SOURCE
 from common.files import write_text
+from common.folders import ROOT
 from common.text import printable
 
 # A sample that takes longer hangs.

@@ -8,7 +8,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT, command, runs
+from benchmarks import command, runs
 from benchmarks.command import shown
 from benchmarks.compare import found_in
 from benchmarks.files.workload import Workload
@@ -17,6 +17,7 @@ from benchmarks.pages import readme, tables
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.runs import Row
 from common.files import write_text
+from common.folders import ROOT
 
 # A table for people has at most eight columns.
 TIME = ("workload", "variant", "typical ms", "issue ms", "busy ms", "reached", "kernels", "in graphs")

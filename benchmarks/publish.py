@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT, runs
+from benchmarks import runs
 from benchmarks.command import parser_of
 from benchmarks.files import run_file
 from benchmarks.files.facts import Census, Run, digits, folder_of
@@ -21,6 +21,7 @@ from benchmarks.pages import tables
 from benchmarks.processes.gpus import Gpus
 from benchmarks.statistics import LEAST_CYCLES
 from common.files import write_text
+from common.folders import ROOT
 from common.machine.source import last_commits, source_hash_of_commit
 from common.text import printable
 

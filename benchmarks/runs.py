@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks import ROOT, statistics
+from benchmarks import statistics
 from benchmarks.files import archive, run_file
 from benchmarks.files.archive import ArchivedHost
 from benchmarks.files.facts import Run, Variant
 from benchmarks.files.workload import Workload, workload_of
 from benchmarks.judge import PASS, Judged, Verdict, judged
 from benchmarks.statistics import Ratio
+from common.folders import ROOT
 
 NUMBER_WORDS = {1: "one host", 2: "two hosts"}
 # Ends the label of a user's step that a newer run measured with another file.

@@ -5,8 +5,8 @@ import json
 import subprocess
 import sys
 
-from benchmarks import ROOT
 from benchmarks.command import Mistake
+from common.folders import ROOT
 
 DESCRIBE_LIMIT_S = 120
 RESERVED_FLAGS = {"--preset", "--variant", "--steps", "--record", "--parity", "--describe"}

@@ -21,10 +21,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks import ROOT, ask, command, run, script, sweep
+from benchmarks import ask, command, run, script, sweep
 from benchmarks.command import RUNS, Mistake, shown, words_of
 from benchmarks.slurm import queue
 from common.config import flag_of
+from common.folders import ROOT
 
 SCRIPTS = Path("benchmarks", "slurm")
 # Options of sbatch that would break what this command promises.

@@ -17,7 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import ROOT, command
+from benchmarks import command
+from common.folders import ROOT
 from common.text import printable
 from common.your_step.config import LEAST_GAIN
 

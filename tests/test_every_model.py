@@ -13,10 +13,11 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT, judge
+from benchmarks import judge
 from benchmarks.files import run_file
 from benchmarks.files.facts import OWN_STEP
 from benchmarks.script import first_graph
+from common.folders import ROOT
 from tests.helpers.bench_process import MODEL as LYING_MODEL
 from tests.helpers.bench_process import wait_for
 

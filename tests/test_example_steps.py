@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import ROOT
+from common.folders import ROOT
 from common.your_step import doctor
 from common.your_step.findings import STOPS, WRONG
 from tests.helpers import gloo_ranks

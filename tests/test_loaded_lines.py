@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT
+from common.folders import ROOT
 from common.machine.source import code_files
 
 # Runs a script as python -m does, then prints the files of all modules, the script's own among them.

@@ -7,10 +7,11 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import ROOT, judge, overview, plot, runs
+from benchmarks import judge, overview, plot, runs
 from benchmarks.files import run_file
 from benchmarks.files.facts import Gpu
 from benchmarks.pages import tables
+from common.folders import ROOT
 from tests.helpers.made_run import H200, write
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,8 @@ import ast
 
 import pytest
 
-from common.machine.source import ROOT, code_files
+from common.folders import ROOT
+from common.machine.source import code_files
 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"}
 # Methods of these names load a pickle, whatever the module is called there; torch's with weights_only=True does not.

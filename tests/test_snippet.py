@@ -10,8 +10,8 @@ import re
 import pytest
 import torch
 
-from benchmarks import ROOT
 from common.capture.host_graph import HostPool
+from common.folders import ROOT
 from common.your_step import doctor
 from common.your_step.findings import STOPS, WRONG
 

@@ -25,9 +25,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import ROOT
 from benchmarks.command import Mistake, parser_of, positive
 from benchmarks.processes import gpus, supervisor
+from common.folders import ROOT
 from common.machine import environment, source
 
 PORT = 29500

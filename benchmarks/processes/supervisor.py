@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import ROOT
+from common.folders import ROOT
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 TERMINATE_S = 15.0

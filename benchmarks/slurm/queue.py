@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 
-from benchmarks import ROOT
+from common.folders import ROOT
 
 SLURM_LIMIT_S = 120
 # Settings of the caller's environment that would break what a submission promises, or were not asked for.

@@ -13,7 +13,7 @@ import subprocess
 import tarfile
 from pathlib import Path, PurePosixPath
 
-ROOT = Path(__file__).resolve().parents[2]
+from common.folders import CODE
 
 SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h", ".sh", ".sbatch", ".toml", ".yaml")
 NAMES = ("Makefile", "constraints.txt")
@@ -41,7 +41,7 @@ def _may_hold_code(folder):
     return folder not in FOLDERS_LEFT_OUT and not folder.endswith(".egg-info")
 
 
-def code_files(root: Path = ROOT) -> list[str]:
+def code_files(root: Path = CODE) -> list[str]:
     """Paths of all code below `root`, relative to it, sorted. Linked folders and virtual environments are left out."""
     found = []
     for folder, folders, names in os.walk(root):
@@ -59,7 +59,7 @@ def code_files(root: Path = ROOT) -> list[str]:
 # Hashes
 
 
-def source_hash(root: Path = ROOT) -> str:
+def source_hash(root: Path = CODE) -> str:
     """First 16 hex digits of a SHA-256 over path and content of all code below `root`.
 
     Independent of git and of the order in which the file system lists. A link counts by where it points, as in git.
@@ -67,7 +67,7 @@ def source_hash(root: Path = ROOT) -> str:
     return hash_files({name: _content(root / name) for name in code_files(root)})
 
 
-def source_hash_of_commit(sha: str, root: Path = ROOT) -> str | None:
+def source_hash_of_commit(sha: str, root: Path = CODE) -> str | None:
     """`source_hash` of the files as they are in commit `sha`; None without git, that commit or any code in it."""
     left_out = [f":(exclude,top){folder}" for folder in TOP_FOLDERS_LEFT_OUT]
     archive = _git(root, "archive", "--format=tar", f"{sha}^{{commit}}", "--", ".", *left_out)
@@ -100,7 +100,7 @@ def hash_files(files):
 # git
 
 
-def git_state(root: Path = ROOT) -> tuple[str | None, str | None, bool | None]:
+def git_state(root: Path = CODE) -> tuple[str | None, str | None, bool | None]:
     """(sha of HEAD, hash of its tree, whether the files differ from it). None: not known.
 
     Dirty means a changed tracked file outside results/, or a file that `is_code` counts and git does not track, ignored
@@ -124,13 +124,13 @@ def git_state(root: Path = ROOT) -> tuple[str | None, str | None, bool | None]:
     return sha, tree, bool(changed or unknown)
 
 
-def describe_source(root: Path = ROOT) -> dict:
+def describe_source(root: Path = CODE) -> dict:
     """Return `git_state` and `source_hash` by the names that they have beside a run's environment."""
     sha, tree, dirty = git_state(root)
     return {"git_sha": sha, "git_tree": tree, "git_dirty": dirty, "source_hash": source_hash(root)}
 
 
-def last_commits(number: int, root: Path = ROOT) -> list[str]:
+def last_commits(number: int, root: Path = CODE) -> list[str]:
     """The last commits of HEAD, newest first; none where git does not answer."""
     answer = _git(root, "rev-list", "-n", str(number), "HEAD")
     return answer.decode().split() if answer else []

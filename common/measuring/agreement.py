@@ -26,9 +26,9 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from common.folders import CODE
+
 BEAT_S = 0.5
 # Below a minute with what the grace adds. The variable is for tests, which do not wait so long.
 STALL_S = float(os.environ.get("RANK_STALL_S", "45"))
@@ -192,9 +192,9 @@ class Agreement:
         while frame is not None:
             name = frame.f_code.co_filename
             waits = waits or name.endswith(WAITING) or frame.f_code.co_name in WAITING_FUNCTIONS
-            is_ours = name.startswith(str(ROOT)) and "site-packages" not in name
+            is_ours = name.startswith(str(CODE)) and "site-packages" not in name
             if is_ours and not place and not name.endswith((*WAITING, __file__)):
-                place = f"{os.path.relpath(name, ROOT)}:{frame.f_lineno}"
+                place = f"{os.path.relpath(name, CODE)}:{frame.f_lineno}"
             frame = frame.f_back
         return waits, place
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from common.folders import CODE
+
 PASSES = ("forward", "backward")
 AGAINST = ("crashed", "refused", "wrong")
 # Captured, but for random numbers there is nothing to compare a replay with.
@@ -75,7 +76,7 @@ class Row:
 
 
 @functools.cache
-def rows(results: Path = ROOT / "results") -> dict[tuple[str, str], Row]:
+def rows(results: Path = CODE / "results") -> dict[tuple[str, str], Row]:
     """Return (operator as aten names it, pass) -> row; operators that were not tried have none."""
     found: dict[tuple[str, str], list[dict]] = {}
     _, file = newest(results) or (None, {"operators": {}})
@@ -111,7 +112,7 @@ def is_refused(name: str) -> bool:
 
 @functools.cache
 def _is_of_this_torch() -> bool:
-    _, file = newest(ROOT / "results") or (None, {"torch": ""})
+    _, file = newest(CODE / "results") or (None, {"torch": ""})
     return version_of(file["torch"])[:2] == version_of(torch.__version__)[:2]
 
 

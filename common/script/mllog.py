@@ -22,11 +22,11 @@ import time
 from pathlib import Path
 
 from common.files import json_line
+from common.folders import CODE
 
 TOKEN = ":::MLLOG"
 START, END, POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
 MAX_STEP_LINES = 200
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Log:
@@ -114,7 +114,7 @@ class Log:
 
     def _event(self, event_type, key, value=None, at_s=None, **metadata):
         caller = sys._getframe(1)
-        file = Path(caller.f_code.co_filename).relative_to(ROOT).as_posix()
+        file = Path(caller.f_code.co_filename).relative_to(CODE).as_posix()
         line = {
             "namespace": "",
             "time_ms": int((self.origin_s + (time.monotonic() if at_s is None else at_s)) * 1e3),

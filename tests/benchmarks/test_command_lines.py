@@ -17,9 +17,10 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import ROOT, ask, command, compare, gate, measure, publish, report, run, site, submit, sweep
+from benchmarks import ask, command, compare, gate, measure, publish, report, run, site, submit, sweep
 from benchmarks.processes import launch
 from benchmarks.script import models
+from common.folders import ROOT
 from common.your_step import doctor, step_file
 from tests.helpers import contracts
 from tests.helpers.made_run import put

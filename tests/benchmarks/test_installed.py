@@ -9,7 +9,8 @@ import zipfile
 
 import pytest
 
-from benchmarks import ROOT, measure
+from benchmarks import measure
+from common.folders import ROOT
 from common.your_step import step_file
 
 # The launcher's environment has no torch.

@@ -9,10 +9,11 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import ROOT, publish
+from benchmarks import publish
 from benchmarks.files import run_file
 from benchmarks.files.facts import Census
 from benchmarks.files.run_file import Damaged
+from common.folders import ROOT
 from common.machine import source
 from tests.helpers.made_run import made_run, write
 

@@ -5,8 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from benchmarks import ROOT, report
+from benchmarks import report
 from benchmarks.files.facts import Alone, Raised
+from common.folders import ROOT
 from tests.helpers import browser
 from tests.helpers.made_run import made_run, put
 

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import ROOT, run
+from benchmarks import run
 from benchmarks.files import partial, run_file
 from benchmarks.files.facts import Reruns
 from benchmarks.processes import supervisor
+from common.folders import ROOT
 from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, only_verdicts, start, wait_for, workers
 from tests.helpers.made_run import HEADER, add_cycle, put
 from tests.helpers.once import once

@@ -6,9 +6,10 @@ from urllib.parse import unquote
 
 import pytest
 
-from benchmarks import ROOT, runs, site
+from benchmarks import runs, site
 from benchmarks.files.facts import Raised
 from benchmarks.pages import tables
+from common.folders import ROOT
 from tests.helpers import browser
 from tests.helpers.made_run import FOLDER, made_run, put, write
 

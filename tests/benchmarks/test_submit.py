@@ -12,8 +12,9 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT, script, submit
+from benchmarks import script, submit
 from benchmarks.slurm import queue
+from common.folders import ROOT
 from tests.helpers.slurm_shims import shims
 
 MODEL = "tests.lying_model"

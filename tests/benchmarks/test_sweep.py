@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import ROOT, run, script, sweep
+from benchmarks import run, script, sweep
 from benchmarks.command import Mistake
 from benchmarks.files import run_file
 from benchmarks.files.facts import Raised
 from benchmarks.processes import launch, supervisor
+from common.folders import ROOT
 from tests.helpers import made_run
 from tests.helpers.processes import is_running, until
 

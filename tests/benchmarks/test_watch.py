@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT, watch
+from benchmarks import watch
+from common.folders import ROOT
 
 HEAD = """
 import os, signal, sys, torch

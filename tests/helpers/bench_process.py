@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import ROOT, judge
+from benchmarks import judge
 from benchmarks.files import run_file
 from benchmarks.files.facts import Run, Variant
+from common.folders import ROOT
 
 MODEL = "tests.lying_model"
 

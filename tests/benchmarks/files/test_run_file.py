@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import ROOT, command, judge
+from benchmarks import command, judge
 from benchmarks.files import partial, run_file, schema_3
 from benchmarks.files.facts import Raised
 from benchmarks.files.partial import Partial
 from benchmarks.judge import Fault
+from common.folders import ROOT
 from tests.helpers.made_run import HEADER, add_cycle, made_run, write
 
 PUBLISHED = sorted(path for path in (ROOT / "results").glob("h*/*/*.json"))

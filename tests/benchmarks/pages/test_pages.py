@@ -5,10 +5,11 @@ import re
 
 import pytest
 
-from benchmarks import ROOT, measure, overview, runs
+from benchmarks import measure, overview, runs
 from benchmarks.files import run_file
 from benchmarks.files.facts import OWN_STEP, Alone, Latency, Raised, stem
 from benchmarks.pages import headlines, readme, run_table, tables
+from common.folders import ROOT
 from tests.helpers.made_run import made_run, put, write
 
 MUON = ROOT / "results/h100x1/your_step-bench-muon-build/20261126T001619Z-757612f1.json"

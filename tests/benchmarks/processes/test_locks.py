@@ -7,8 +7,8 @@ import uuid
 
 import pytest
 
-from benchmarks import ROOT
 from benchmarks.processes.locks import GpuBusy, gpu_locks, num_others
+from common.folders import ROOT
 from tests.helpers.processes import is_running
 
 # Holds the GPUs of its command line and waits to be ended. Its child keeps open files if it can.

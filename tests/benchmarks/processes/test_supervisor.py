@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT
 from benchmarks.processes import supervisor
+from common.folders import ROOT
 from tests.helpers.processes import processes_with, until
 
 # A child with a grandchild in a session of its own, as torchrun's workers are.

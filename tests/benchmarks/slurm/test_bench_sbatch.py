@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import ROOT
+from common.folders import ROOT
 from tests.helpers.slurm_shims import shims
 
 SCRIPTS = ROOT / "benchmarks" / "slurm"

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks import ROOT
 from common.capture.host_graph import HostPool
+from common.folders import ROOT
 
 PAGE = (ROOT / "docs" / "what_to_capture.md").read_text()
 # (call, " (GPU)" if no host graph sees it, call to take instead)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from benchmarks import ROOT
 from common.capture.host_graph import CaptureError, HostPool
+from common.folders import ROOT
 from common.training.parallel import collectives
 from tests.helpers.host_graph_cases import X, batches, number_through_a_mask, same
 
