@@ -14,7 +14,7 @@ from benchmarks.measuring.request import BuildRequest
 from benchmarks.processes import launch
 from benchmarks.processes.gpus import Gpus
 from common.config import flag_of
-from common.folders import ROOT
+from common.folders import OWN_STEP, ROOT, script_of
 from common.your_step import step_file
 
 RESULTS = ROOT / "results"
@@ -190,8 +190,8 @@ def _builds_of(variant, description):
 def _build(asked, name, fields, own, has_control) -> BuildRequest:
     description, on_gpu = asked.description, bool(asked.gpus.names)
     options = [text for key, value in fields.items() for text in (flag_of(key), str(value))]
-    script_words = ["-m", f"{asked.model}.train"]
-    if asked.model == facts.OWN_STEP:
+    script_words = ["-m", script_of(asked.model)]
+    if asked.model == OWN_STEP:
         # The user's project may have packages of our names.
         script_words = [str(ROOT / step_file.START), *script_words[1:]]
     script_words += ["--preset", asked.preset]
@@ -205,7 +205,7 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
             **{"parity": None, "tolerance": None, "traits": {}},
         }
     environment = _environment(asked.root, on_gpu)
-    if not on_gpu and asked.model != facts.OWN_STEP:
+    if not on_gpu and asked.model != OWN_STEP:
         # Toy sizes gain nothing from a second thread, and wait for it where other programs have the core.
         environment.setdefault("OMP_NUM_THREADS", "1")
     parity = description.get("parity_variables") if on_gpu else None

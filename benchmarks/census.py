@@ -20,10 +20,11 @@ from benchmarks import ask, command, judge, measure, run, script
 from benchmarks.ask import Options
 from benchmarks.command import Mistake, amount, positive, shown
 from benchmarks.files import partial, run_file
-from benchmarks.files.facts import OWN_STEP, Census, Run
+from benchmarks.files.facts import Census, Run
 from benchmarks.pages import run_table
 from benchmarks.processes import launch, locks
 from common.files import write_text
+from common.folders import OWN_STEP
 from common.text import printable
 
 CYCLES, LIMIT_MINUTES = 4, 8.0

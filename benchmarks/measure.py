@@ -26,16 +26,15 @@ from pathlib import Path
 from benchmarks import command, run, statistics
 from benchmarks.ask import Options
 from benchmarks.command import Mistake, amount, count, positive
-from benchmarks.files import facts
 from benchmarks.files.facts import Run
 from benchmarks.judge import Judged, Verdict, judged
 from benchmarks.pages.run_table import milliseconds
 from benchmarks.processes import gpus, launch
-from common.folders import ROOT
+from common.folders import OWN_STEP, ROOT
 from common.your_step import step_file
 from common.your_step.config import LEAST_GAIN
 
-MODEL = facts.OWN_STEP
+MODEL = OWN_STEP
 FASTER, EAGER_FAILED, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 1, 3, 4, 5, 6, 7, 8
 MISTAKE = 2
 STATUS_OF = {"faster": FASTER, "same": SAME, "unclear": UNCLEAR, "slower": SLOWER}

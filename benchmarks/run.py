@@ -30,7 +30,7 @@ from benchmarks import ask, command, judge
 from benchmarks.ask import Options
 from benchmarks.command import Mistake, amount, count, positive, shown
 from benchmarks.files import partial, run_file
-from benchmarks.files.facts import OWN_STEP, Run
+from benchmarks.files.facts import Run
 from benchmarks.files.partial import Partial
 from benchmarks.measuring.build_measurement import BuildMeasurement
 from benchmarks.measuring.build_worker import OutOfVariants, StartFailed
@@ -42,6 +42,7 @@ from benchmarks.report import write as write_page
 from benchmarks.script import CONTROL, find_model, models
 from common.config import checked
 from common.files import write_text
+from common.folders import OWN_STEP
 
 ALL = "all"
 FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy, StartFailed)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from benchmarks.command import Mistake
-from common.folders import ROOT
+from common.folders import OWN_STEP, ROOT, script_of
 
 DESCRIBE_LIMIT_S = 120
 RESERVED_FLAGS = {"--preset", "--variant", "--steps", "--record", "--parity", "--describe"}
@@ -23,6 +23,8 @@ def models() -> list[str]:
 def find_model(text: str) -> str:
     """Return a model as Python names it: examples/minimal is examples.minimal."""
     name = text.strip().rstrip("/").replace("/", ".")
+    if name == OWN_STEP:
+        return name
     if all(part.isidentifier() for part in name.split(".")) and ROOT.joinpath(*name.split("."), "train.py").exists():
         return name
     examples = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/train.py"))
@@ -44,7 +46,7 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
 @functools.cache
 def _told(model: str, preset: str | None, *flags: str) -> str:
     """The answer to --describe: one process tells a model's table."""
-    command = [sys.executable, "-m", f"{model}.train", "--describe", *(["--preset", preset] if preset else []), *flags]
+    command = [sys.executable, "-m", script_of(model), "--describe", *(["--preset", preset] if preset else []), *flags]
     try:
         answer = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=DESCRIBE_LIMIT_S

@@ -14,12 +14,12 @@ from urllib.parse import quote
 
 from benchmarks import command, runs
 from benchmarks.command import Mistake, shown
-from benchmarks.files.facts import OWN_STEP
 from benchmarks.judge import PASS
 from benchmarks.pages import readme, tables, web
 from benchmarks.pages.run_table import build_title
 from benchmarks.runs import Point, Reached, Row
 from common.files import write_text
+from common.folders import OWN_STEP
 
 CELLS = ("base ms over hosts", "ms over hosts", "gain over hosts", "at most")
 COLUMNS = ("workload", "variant", "GPU", "base ms", "ms", "gain", "at most")

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import garbage
+from common.folders import script_of
 from common.text import printable
 
 # Each step keeps an event on the GPU and its time.
@@ -105,7 +106,9 @@ def parse(model, config_class, presets, variants, argv=None, facts=None) -> Argu
     and exit status 2.
     """
     raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog=f"python -m {model}.train", allow_abbrev=False, formatter_class=raw, epilog=_listed(variants))
+    parser = Parser(
+        prog=f"python -m {script_of(model)}", allow_abbrev=False, formatter_class=raw, epilog=_listed(variants)
+    )
     parser.add_argument("--describe", action="store_true", help="print presets, variants and flags as JSON, then exit")
     for name, table in (("preset", presets), ("variant", variants)):
         first = next(iter(table))

@@ -35,6 +35,7 @@ from typing import Any
 
 from common import config as command_line
 from common.config import Arguments, Timing, needs, option
+from common.folders import OWN_STEP, script_of
 
 __all__ = ["Timing", "Training", "needs", "option", "parse", "variant"]
 KINDS = ("eager", "graph", "compile")
@@ -294,13 +295,14 @@ def parse(
 
     A config that has require_ranks(world_size) raises a ValueError there where this process's ranks do not fit.
     """
-    with command_line.mistakes_in_one_line(f"python -m {model}.train"):
-        found = scan([f"{model}.train", *(f"{model}.{each}" for each in files)])
+    script = script_of(model)
+    with command_line.mistakes_in_one_line(f"python -m {script}"):
+        found = scan([script, *(f"{script.rpartition('.')[0]}.{each}" for each in files)])
         if argv is None:
             _alias_main(model)
     require = facts.pop("require", None)
     args = command_line.parse(model, config_class, presets, found, argv, facts | {"builds": builds})
-    with command_line.mistakes_in_one_line(f"python -m {model}.train"):
+    with command_line.mistakes_in_one_line(f"python -m {script}"):
         if argv is None and hasattr(args.config, "require_ranks"):
             args.config.require_ranks(int(os.environ.get("WORLD_SIZE", "1")))
         if require is not None:
@@ -310,7 +312,7 @@ def parse(
 
 def _alias_main(model):
     """Let other files of the model import from train.py, which runs as __main__: there is one module of it."""
-    if PREFIX:
+    if model == OWN_STEP:
         return
     main = sys.modules["__main__"]
     started = getattr(getattr(main, "__spec__", None), "name", None)

@@ -21,6 +21,7 @@ import torch
 from common import contract
 from common.config import EXIT_STATUS, Arguments, mistakes_in_one_line
 from common.contract import Training, variants_of
+from common.folders import script_of
 from common.measuring.marks import mark, section
 from common.script import by_hand
 from common.text import printed_as_text
@@ -52,7 +53,7 @@ class Model:
     def __init__(self, args: Arguments, build, device: torch.device, rank: int = 0, world_size: int = 1):
         self.name, self.options, self.config = args.model, args.run, args.config
         self.device, self.rank, self.world_size = device, rank, world_size
-        self.declared, self.path = args.variants, contract.path_of(f"{args.model}.train")
+        self.declared, self.path = args.variants, contract.path_of(script_of(args.model))
         self.kinds = {name: declared.kind for name, declared in args.variants.items()}
         self._build = build
 
@@ -139,7 +140,7 @@ def session(args: Arguments, build):
     """
     with (
         printed_as_text(),
-        mistakes_in_one_line(f"python -m {args.model}.train"),
+        mistakes_in_one_line(f"python -m {script_of(args.model)}"),
         process_group() as (device, rank, world_size),
     ):
         model = Model(args, build, device, rank, world_size)

@@ -15,9 +15,8 @@ import pytest
 
 from benchmarks import judge
 from benchmarks.files import run_file
-from benchmarks.files.facts import OWN_STEP
 from benchmarks.script import first_graph
-from common.folders import ROOT
+from common.folders import OWN_STEP, ROOT
 from tests.helpers.bench_process import MODEL as LYING_MODEL
 from tests.helpers.bench_process import wait_for
 

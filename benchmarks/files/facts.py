@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-# The model of a step that a user hands over.
-OWN_STEP = "common.your_step"
+from common.folders import OWN_STEP
 
 # Types with bounds: tables, figures and terminals take these values as they are.
 Name = Annotated[str, Meta(max_length=100)]

@@ -3,7 +3,8 @@
 import itertools
 from dataclasses import dataclass
 
-from benchmarks.files.facts import OWN_STEP, Build, Run, stem, title_of
+from benchmarks.files.facts import Build, Run, stem, title_of
+from common.folders import OWN_STEP
 
 
 @dataclass(frozen=True, order=True)

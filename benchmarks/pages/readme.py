@@ -25,7 +25,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from benchmarks import runs, statistics
-from benchmarks.files.facts import OWN_STEP, Run, stem
+from benchmarks.files.facts import Run, stem
 from benchmarks.files.workload import workload_of
 from benchmarks.judge import PASS, judged
 from benchmarks.pages import headlines, memory, operators, published, rules, scopes, tables
@@ -33,7 +33,7 @@ from benchmarks.pages.headlines import Headline
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.run_table import GIB
 from benchmarks.runs import Found, Range, Row
-from common.folders import ROOT
+from common.folders import OWN_STEP, ROOT
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"

@@ -5,10 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks import statistics
-from benchmarks.files.facts import OWN_STEP, Run, digits
+from benchmarks.files.facts import Run, digits
 from benchmarks.files.workload import workload_of
 from benchmarks.judge import PASS, Judged, judged
 from benchmarks.pages.reasons import reason
+from common.folders import OWN_STEP
 from common.text import printable
 
 COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity", "paid back")

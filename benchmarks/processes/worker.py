@@ -225,4 +225,4 @@ def _text(log: Path, start: int) -> str:
 
 def _said(text: str) -> list[str]:
     """The lines of a log that a script said of itself."""
-    return re.findall(r"^python -m [\w.]+\.train: (.*?)\s*$", text, re.MULTILINE)
+    return re.findall(r"^python -m [\w.]+: (.*?)\s*$", text, re.MULTILINE)

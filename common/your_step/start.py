@@ -1,6 +1,6 @@
 """Start a module of this repository so that a user's file may import packages of the same names from its own project.
 
-    python common/your_step/start.py common.your_step.train --step my_step.py:build
+    python common/your_step/start.py common.your_step.step_script --step my_step.py:build
 
 Here the package is `_graph_worth.common`: imports of `common` in its files are read as imports of that name, and the
 repository is not on sys.path. So `common`, `tests` and `benchmarks` stay free.

@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks import command, judge, measure, report
 from benchmarks.files import run_file
-from benchmarks.files.facts import OWN_STEP, Raised
+from benchmarks.files.facts import Raised
 from benchmarks.pages import reasons, run_table
 from benchmarks.processes.gpus import Gpus
-from common.folders import ROOT
+from common.folders import OWN_STEP, ROOT
 from common.your_step import step_file
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run

@@ -10,10 +10,10 @@ import pytest
 from benchmarks import runs
 from benchmarks.files import archive
 from benchmarks.files.archive import ArchivedHost
-from benchmarks.files.facts import OWN_STEP, Raised
+from benchmarks.files.facts import Raised
 from benchmarks.files.workload import Workload
 from benchmarks.pages import run_table, tables
-from common.folders import ROOT
+from common.folders import OWN_STEP, ROOT
 from tests.helpers.made_run import FOLDER, H200, made_run, put, write
 
 EAGERS = ("eager", "eager_twin", "graph_layer")

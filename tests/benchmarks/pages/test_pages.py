@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import measure, overview, runs
 from benchmarks.files import run_file
-from benchmarks.files.facts import OWN_STEP, Alone, Latency, Raised, stem
+from benchmarks.files.facts import Alone, Latency, Raised, stem
 from benchmarks.pages import headlines, readme, run_table, tables
-from common.folders import ROOT
+from common.folders import OWN_STEP, ROOT
 from tests.helpers.made_run import made_run, put, write
 
 MUON = ROOT / "results/h100x1/your_step-bench-muon-build/20261126T001619Z-757612f1.json"

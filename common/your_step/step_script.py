@@ -1,7 +1,7 @@
 """A step that somebody hands over, eager and under graphs: `make measure STEP=my_step.py:build`.
 
 docs/your_step.md shows the file.
-python -m common.your_step.train --step my_step.py:build --variant graph_step      trains
+python -m common.your_step.step_script --step my_step.py:build --variant graph_step      trains
 """
 
 from common.contract import Training, parse
@@ -21,7 +21,7 @@ from common.your_step.state import StepState
 def build(config: Config, device: torch.device, ranks) -> Training:
     """Make a Training of the function that --step names."""
     step_file.split(config.step)
-    state = StepState(config.step, device, "python -m common.your_step.train")
+    state = StepState(config.step, device, "python -m common.your_step.step_script")
     state.compile_limit_s = config.compile_limit_s
     counted, notes = flops.of_step(lambda: state.train(0), state.reset)
     return Training(
