@@ -104,7 +104,7 @@ def test_a_census_has_eager_and_a_graph_of_each_workload(tmp_path):
     done = make(tmp_path, "census", "PRESET=tiny", "CYCLES=1", "MINUTES=60")
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.rglob("census/*.json")
-    runs = run_file.read(path).runs
+    runs = run_file.read_all(path).runs
     workloads = {run.label if run.model == OWN_STEP else run.model for run in runs}
     assert workloads == {*MODELS, "muon-build", "nanogpt-build"}, done.stdout
     for run in runs:
@@ -116,18 +116,9 @@ def test_a_census_has_eager_and_a_graph_of_each_workload(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", EVERY)
-def test_headline_variants(model, tmp_path):
-    description = described(model)
-    status, printed = bench(tmp_path, model)
-    assert status == 0, printed
-    require_table(printed, model, description, description["headline"] or description["variants"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", EVERY)
 def test_all_variants(model, tmp_path):
     description = described(model)
-    status, printed = bench(tmp_path, model, "--variants", "all", "--cycles", "1", "--no-audit")
+    status, printed = bench(tmp_path, model, "--variants", "all", "--cycles", "1")
     assert status == 0, printed
     require_table(printed, model, description, description["variants"])
 
@@ -193,9 +184,9 @@ def require_tables(printed, models):
     assert {line.split("/")[0] for line in suite.split("\n") if "/tiny" in line} == set(models), suite
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_models(tmp_path):
-    # Each by itself is measured whole above.
+    # Each by itself is measured whole above, and some at once below.
     status, printed = bench(tmp_path, "all", "--cycles", "1", "--no-audit")
     assert status == 0, printed
     assert printed.count("base again") >= len(MODELS) and "refused" not in printed
