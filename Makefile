@@ -16,7 +16,7 @@ python = "$${make_PYTHON:-.venv/bin/python}"
 setup = @$(if $(make_PYTHON),:,./setup.sh)
 from_make = @$(python) -m benchmarks.from_make
 
-.PHONY: help bench measure census doctor host watch publish sweep compare plots readme site submit test test-slow long lint format te clean
+.PHONY: help bench measure census doctor host watch publish sweep compare plots readme submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -35,7 +35,7 @@ help: ## this list
 # MINUTES    ## bench, measure, submit: go on with cycles so long; census, sweep, submit with OVER: start nothing late
 # NGPU       ## bench, measure, doctor, sweep, submit: number of GPUs, or of ranks on the CPU (1)
 # HOST_LOAD  ## bench, measure, sweep, submit: busy processes in every second cycle (0); host: their number (cores)
-# OUT        ## bench, measure, census, sweep, submit: root of the runs (runs); compare, plots, site: what is read (results)
+# OUT        ## bench, measure, census, sweep, submit: root of the runs (runs); compare, plots: what is read (results)
 # LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)
 # CONTROL    ## bench: =0 leaves out the control, the base once more as if it were a variant
 # STEP       ## measure, doctor: your own training step, as in STEP=my_step.py:build (docs/your_step.md)
@@ -98,10 +98,6 @@ readme: ## write results/overview.*, the tables in the READMEs and README's figu
 	$(setup) core plots
 	$(from_make) readme
 	$(python) -m benchmarks.plot results
-
-site: ## all results, or the runs in OUT, as one page for a browser: runs/site.html
-	$(setup) core
-	$(from_make) site
 
 submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as an array, then print the tables
 	$(setup) core

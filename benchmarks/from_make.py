@@ -16,7 +16,6 @@ import sys
 
 # What programs need. pip knows xdist under another name.
 MEASURE, TABLES = ("torch", "numpy", "scipy", "msgspec"), ("numpy", "scipy", "msgspec")
-PAGES = (*TABLES, "jinja2")
 FIGURES, TEST = (*TABLES, "matplotlib"), (*MEASURE, "pandas", "pytest", "xdist")
 PIP = {"xdist": "pytest-xdist"}
 TESTS = ["pytest", "--dist"]
@@ -35,7 +34,6 @@ TARGETS = {
     "compare": (["benchmarks.compare", "OUT"], TABLES),
     "plots": (["benchmarks.plot", "OUT"], FIGURES),
     "readme": (["benchmarks.overview"], FIGURES),
-    "site": (["benchmarks.site", "OUT"], PAGES),
     "test": ([*TESTS, "worksteal", "-n", "3", "-m", "not slow and not slurm and not gpu and not long"], TEST),
     "long": ([*TESTS, "loadfile", "-n", "2", "-m", "long"], TEST),
     "test-slow": ([*TESTS, "loadgroup", "-n", "3", "-m", "(slow or slurm) and not gpu and not long"], TEST),

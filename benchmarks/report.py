@@ -26,8 +26,6 @@ def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
     builds = judged(run)
     data = [{"blocks": web.blocks(own), "timelines": _timelines(own)} for own in builds.values()]
     return web.page(
-        "report.html.j2",
-        ["report.js"],
         {"builds": data},
         run=run,
         machine=f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.cores or '?'} cores",
@@ -106,7 +104,7 @@ def _why(own: Judged, best: str) -> dict | None:
 
 
 def _timelines(own: Judged) -> list[dict]:
-    """Busy intervals in ms of one profiled step of each variant, as charts.js draws them."""
+    """Busy intervals in ms of one profiled step of each variant, as report.js draws them."""
     found = []
     for name, color in web.timed(own).items():
         profile, busy_ms, ms = own.build.variants[name].profile, own.busy_ms(name), own.ms(name)

@@ -49,7 +49,6 @@ def test_variables_become_flags_and_empty_ones_do_not(machine):
         ("compare", ["OUT= ", "BASE="], "compare results"),
         ("compare", ["BASE=old c"], "gate results --against=old c"),
         ("readme", [], "plot results"),
-        ("site", ["OUT=runs/a b"], "site runs/a b"),
     ],
 )
 def test_a_target_runs_its_program(machine, target, given, words):

@@ -8,7 +8,6 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: trust -->       hosts, controls, ceilings and failures, in a line each
     <!-- table: model gpt3 -->  the variants of a model on GPUs beside their bases
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
-    <!-- table: rules -->       NVIDIA's rules of thumb beside runs; "rules reasons": why a graph is not faster
     <!-- table: scopes -->      Megatron's scopes beside the variants here; "scopes llama31": all of one model
     <!-- table: memory -->      parameterized launches beside eager and other graphs: ms, and memory alone in a process
     <!-- table: lengths -->     RNN-T with changing lengths, host by host
@@ -28,7 +27,7 @@ from benchmarks import runs, statistics
 from benchmarks.files.facts import Run, stem
 from benchmarks.files.workload import workload_of
 from benchmarks.judge import PASS, judged
-from benchmarks.pages import headlines, memory, operators, published, rules, scopes, tables
+from benchmarks.pages import headlines, memory, operators, published, scopes, tables
 from benchmarks.pages.headlines import Headline
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.run_table import GIB
@@ -369,7 +368,6 @@ _TABLES: dict[str, Callable[[Found, Path, str], str]] = {
     "trust": _trust,
     "model": _model,
     "decide": _decide,
-    "rules": rules.markdown,
     "scopes": scopes.markdown,
     "operators": operators.markdown,
     "memory": memory.markdown,

@@ -1,4 +1,4 @@
-"""Pages for a browser: one file each, with style, plots and data inside, that loads nothing.
+"""The page of a run for a browser: one file with style, plots and data inside, that loads nothing.
 
 `web/uplot` is uPlot as npm has it; `npm pack uplot@VERSION` brings another version.
 """
@@ -18,14 +18,12 @@ WEB = Path(__file__).parent / "web"
 NUM_TINTS = 4
 
 
-def page(template: str, scripts: list[str], data: dict, **facts) -> str:
-    """Return the text of a page.
+def page(data: dict, **facts) -> str:
+    """Return the text of the page.
 
     Args:
-        template: its name in web/.
-        scripts: names in web/ of what runs after uPlot and charts.js.
-        data: what scripts read as `data`.
-        facts: what the template reads.
+        data: read by report.js as `data`.
+        facts: read by the template.
     """
     environment = Environment(
         loader=FileSystemLoader(WEB), autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown
@@ -33,10 +31,10 @@ def page(template: str, scripts: list[str], data: dict, **facts) -> str:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     style, script = (
         Markup("\n".join((WEB / name).read_text() for name in names))
-        for names in (["uplot/uPlot.min.css", "page.css"], ["uplot/uPlot.iife.min.js", "charts.js", *scripts])
+        for names in (["uplot/uPlot.min.css", "page.css"], ["uplot/uPlot.iife.min.js", "report.js"])
     )
-    own = environment.get_template(template)
-    return own.render(facts, style=style, script=script, data=_as_text(data))
+    template = environment.get_template("report.html.j2")
+    return template.render(facts, style=style, script=script, data=_as_text(data))
 
 
 def _shown(value):
@@ -65,7 +63,7 @@ def timed(own: Judged) -> dict[str, str]:
 
 
 def blocks(own: Judged) -> dict:
-    """Return the mean step of each block of the timed variants in the order of time, as charts.js draws it.
+    """Return the mean step of each block of the timed variants in the order of time, as report.js draws it.
 
     `cycles` and `busy` have the cycle and the number of busy processes of each place; a line's `x` are places.
     """

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import ask, command, compare, gate, measure, publish, report, run, site, submit, sweep
+from benchmarks import ask, command, compare, gate, measure, publish, report, run, submit, sweep
 from benchmarks.processes import launch
 from benchmarks.script import models
 from common.folders import ROOT
@@ -45,7 +45,6 @@ FLAGS = {
     "publish": ["into"],
     "measure": ["step", "python", "variants", "cycles", "minutes", "ngpu", "host-load", "out"],
     "report": ["out"],
-    "site": ["out"],
     "doctor": ["step"],
 }
 
@@ -60,7 +59,6 @@ ENOUGH = {
     "publish": ["root/h200x1/gpt3-bench/20261125T101500Z-a7d396c0.json"],
     "measure": ["--step", "my_step.py:build"],
     "report": ["root/h200x1/gpt3-bench/20261125T101500Z-a7d396c0.json"],
-    "site": ["root"],
     "doctor": ["my_step.py:build"],
 }
 
@@ -117,7 +115,6 @@ def checked_doctor(argv):
 PROGRAMS = {
     "measure": checked_measure,
     "report": report.main,
-    "site": site.main,
     "doctor": checked_doctor,
     "run": checked_run,
     "sweep": checked_sweep,

@@ -157,3 +157,27 @@ def test_a_browser_shows_published_runs_without_an_error_or_a_wide_page(tmp_path
         builds = browser.data_of(page.read_text())["builds"]
         assert drawn["charts"] == sum(bool(own["blocks"]["lines"]) + len(own["timelines"]) for own in builds)
         assert "110,110,110" in drawn["inks"][0], "eager's color"
+
+
+@pytest.mark.slow
+@browser.needs_chromium
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_keys_and_the_pointer_name_a_block_on_a_light_and_a_dark_page(tmp_path, is_dark):
+    page = tmp_path / "page.html"
+    page.write_text(report.page_of(made()))
+    script = """const [made] = charts, tip = made.over.querySelector(".tip"), box = made.over.getBoundingClientRect();
+      const where = document.querySelector(".chart");
+      const press = key => where.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true}));
+      const move = (x, y) => made.over.dispatchEvent(
+        new PointerEvent("pointermove", {clientX: box.left + x, clientY: box.top + y}));
+      where.focus(); press("End"); const last = tip.textContent; press("Home"); const first = tip.textContent;
+      press("Escape"); const escaped = tip.hidden;
+      move(made.valToPos(1, "x") - 3, made.valToPos(8, "y") + 3); const near = tip.textContent;
+      move(made.valToPos(1, "x"), 2); const far = tip.hidden;
+      return {first, last, escaped, near, far, paper: getComputedStyle(document.body).backgroundColor,
+        inks: inks(made)};"""
+    seen = browser.seen_by(page, 1200, script, is_dark)
+    assert seen["first"] == "eager, cycle 1: 10.00 ms" and seen["last"] == "eager, cycle 8: 10.00 ms"
+    assert seen["near"] == "graph_layer, cycle 1: 8.00 ms" and seen["escaped"] and seen["far"]
+    assert seen["paper"] == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
+    assert ("74,159,220" in seen["inks"], "27,108,168" in seen["inks"]) == (is_dark, not is_dark)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import command, compare, overview, plot, report, runs, site
+from benchmarks import command, compare, overview, plot, report, runs
 from benchmarks.files import run_file
 from benchmarks.files.partial import prose_without_folders
 from benchmarks.pages import run_table
@@ -87,15 +87,15 @@ def test_a_run_of_others_is_text_on_every_page(tmp_path, capsys):
     pages = overview.page_of(found, tmp_path / "overview.md")
     unescaped = pages.replace("\\[", "").replace("\\]", "")
     assert "javascript:" in pages and "](javascript" not in unescaped and "<" not in pages.replace("<br>", "")
-    html, every = report.page_of(run), site.page_of(found, tmp_path / "site.html")
+    html = report.page_of(run)
     # The figure has no rows of labels.
     plain = replace(run, id=f"{run.id[:-1]}0", label="", builds={"": replace(run.builds[""], fields={})})
     write(plain, tmp_path / "plain" / FOLDER)
     assert plot.draw(runs.read(tmp_path / "plain"), tmp_path)[0]
     drawn = [(tmp_path / "gain.svg").read_text()]
-    assert all(line.isprintable() for text in (pages, html, every, *drawn) for line in text.splitlines())
-    assert all(tag not in text for text in (html, every, *drawn) for tag in ("<script>|", "<b>", "<i>"))
-    assert "javascript:" in every and not re.search("href=[^>]*javascript", every)
+    assert all(line.isprintable() for text in (pages, html, *drawn) for line in text.splitlines())
+    assert all(tag not in text for text in (html, *drawn) for tag in ("<script>|", "<b>", "<i>"))
+    assert "javascript:" in html and not re.search("href=[^>]*javascript", html)
     assert compare.main([str(tmp_path)]) == 0
     assert report.main([str(path)]) == 0
     assert "\x1b" in run_table.report(run) and not command.exit_status("p", lambda: print(run_table.report(run)))

@@ -33,7 +33,7 @@ def data_of(page):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def seen_by(path, width, script="", is_dark=False):
+def seen_by(path, width, script, is_dark=False):
     """Open a page in a frame, run the body of an async function in it, and return what that returned.
 
     No error may be on the console, and the page may not be wider than the frame.
@@ -42,15 +42,10 @@ def seen_by(path, width, script="", is_dark=False):
     frame = path.with_name("frame.html")
     frame.write_text(FRAME.format(width=width))
     scheme = f"--blink-settings=preferredColorScheme={int(not is_dark)}"
-    dom = chromium(frame, "--window-size=1300,1000", scheme, "--virtual-time-budget=2000")
-    found = json.loads(html.unescape(re.search('data-seen="(.*?)"', dom)[1]))
-    assert found["width"] == width and not found["is_wide"], found
-    return found
-
-
-def chromium(path, *options):
-    """Return the document of a page that was opened without an error."""
-    words = ["chromium", *OPTIONS, *options, "--dump-dom", path.as_uri()]
+    options = (*OPTIONS, "--window-size=1300,1000", scheme, "--virtual-time-budget=2000")
+    words = ["chromium", *options, "--dump-dom", frame.as_uri()]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in done.stderr, done.stderr
-    return done.stdout
+    found = json.loads(html.unescape(re.search('data-seen="(.*?)"', done.stdout)[1]))
+    assert found["width"] == width and not found["is_wide"], found
+    return found
