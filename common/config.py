@@ -1,12 +1,13 @@
 """Configuration and command line of a training script, both made from one frozen dataclass.
 
-A script declares its `Config` (every field with a default and `help` metadata), its PRESETS and its
-VARIANTS, and calls `parse` before it imports torch: `--help`, `--describe` and every mistake on the
-command line are answered in a fraction of a second, on machines without torch too.
+A script has a `Config`, each field of which is an `option`, and PRESETS, named instances of it. `contract.parse` finds
+the variants in its source and calls `parse` here before torch is imported: `--help`, `--describe` and every mistake on
+the command line are answered in a fraction of a second, on machines without torch too.
 
-    args = parse("gpt3", Config, PRESETS, VARIANTS)
+    args = parse("gpt3", Config, PRESETS, variants)
     args.config      the preset with the fields given on the command line replaced
-    args.run         what concerns this run only: variant, steps, parity, record, log, profile
+    args.run         what concerns this run only: variant, steps, parity, record, mllog, profile
+    args.variants    the variants, by name
 """
 
 import argparse

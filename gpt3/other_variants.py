@@ -1,4 +1,4 @@
-"""GPT-3's layers otherwise: Transformer Engine's own graphs in two forms, torch.compile, parameterized launches.
+"""GPT-3's layers otherwise: Transformer Engine's own graphs, torch.compile, parameterized launches.
 
 Captured and left eager: the same as in gpt3/train.py.
 
@@ -38,9 +38,8 @@ from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
 from gpt3.train import GraphedLayers, eager_step
 
-# Flags of make_graphed_callables: no gradient is cloned; slots share static inputs and output gradients, too.
-NOT_CLONED = {"clone_param_grads_on_return": False}
-REUSED = {**NOT_CLONED, "_reuse_graph_input_output_buffers": True}
+# Flags of make_graphed_callables: no gradient is cloned, and slots share static inputs and output gradients.
+REUSED = {"clone_param_grads_on_return": False, "_reuse_graph_input_output_buffers": True}
 
 
 class ByTransformerEngine:
@@ -104,20 +103,19 @@ class AsSubmitted(ByTransformerEngine):
     """A slot for every microbatch, 2 x layers x microbatches graphs, and nothing is copied that need not be.
 
     Slots share static inputs and output gradients (`_reuse_graph_input_output_buffers`): those of a microbatch are
-    free after its backward, and outputs go back to the pool then. What this costs over one slot is the graphs' own
-    memory, and a longer capture, since warm-up and capture go through every slot.
+    free after its backward, and outputs go back to the pool then.
 
     Raises Unsupported without a GPU or Transformer Engine.
     """
 
-    def __init__(self, state: State, capture, one_slot: bool = False):
-        make_graphed_callables = require(state, "graph_layer_te_slot" if one_slot else "graph_layer_te")
-        num_layers, num_slots = len(state.layers), 1 if one_slot else state.config.microbatches
+    def __init__(self, state: State, capture):
+        make_graphed_callables = require(state)
+        num_layers, num_slots = len(state.layers), state.config.microbatches
         self.state, self.pool = state, capture.pool()
-        flags = NOT_CLONED if one_slot else REUSED
+        flags = REUSED
         if state.config.tp > 1:
             # Named where there is one: Transformer Engine keeps amaxes by group.
-            flags = {"amax_reduction_group": collectives.process_group(state.groups.tensor), **flags}
+            flags = {"amax_reduction_group": collectives.process_group(state.groups.tensor), **REUSED}
         capture.strategy = "te.make_graphed_callables, order [1, -1]" + (f" x {num_slots}" if num_slots > 1 else "")
         capture.warm_up(eager_step)
         # (x,) of each layer in the first microbatch, then of each in the second. No two layers may share memory, two
@@ -135,7 +133,7 @@ class AsSubmitted(ByTransformerEngine):
             with section("embedding"):
                 hidden = state.embedding(state.inputs["tokens"][microbatch])
             with section("forward"), state.fp8.forward():
-                for layer in self.slots[microbatch % len(self.slots)]:
+                for layer in self.slots[microbatch]:
                     hidden = layer(hidden, is_first_microbatch=microbatch == 0)
             loss = state.microbatch_loss(hidden, microbatch)
             mark()
@@ -146,25 +144,6 @@ class AsSubmitted(ByTransformerEngine):
             state.reduce_gradients()
             state.adam.step()
         state.keep_results(index)
-
-
-@variant(
-    "graph_layer_te_slot",
-    kind="graph",
-    help="graph_layer_te with one slot that every microbatch uses again",
-    graphs=lambda c: 2 * c.layers,
-    replays=lambda c: c.layer_passes,
-    parity="bitwise",
-    formerly="graph_te_slot",
-    when=lambda c: not c.staged,
-)
-def one_slot(state: State, capture):
-    """One slot that every microbatch uses again, 2 x layers graphs, as Megatron-Core captures without a pipeline.
-
-    It is right because a microbatch's backward is over before the next one's forward begins. It saves graphs and
-    the time to capture them; kernels and replays of a step are those of `AsSubmitted`.
-    """
-    return AsSubmitted(state, capture, one_slot=True)
 
 
 @variant("graph_layer_te", graphs=lambda c: c.layer_passes, when=lambda c: c.staged)
@@ -183,7 +162,7 @@ class StageAsSubmitted(ByTransformerEngine, pipeline.Stage):
 
     def __init__(self, state: State, capture):
         super().__init__(state)
-        make_graphed_callables, self._num_layers = require(state, "graph_layer_te"), len(state.chunks[0])
+        make_graphed_callables, self._num_layers = require(state), len(state.chunks[0])
         self.pool, order = capture.pool(), [step for step, _ in state.steps]
         capture.strategy = f"te.make_graphed_callables, order {order}"
         capture.warm_up(pipeline.eager_step)
@@ -198,10 +177,10 @@ class StageAsSubmitted(ByTransformerEngine, pipeline.Stage):
         return self.callables[start : start + self._num_layers]
 
 
-def require(state: State, name: str):
-    """te.make_graphed_callables; raises Unsupported where variant `name` cannot run."""
+def require(state: State):
+    """te.make_graphed_callables; raises Unsupported where graph_layer_te cannot run."""
     if state.config.layer != "te" or state.device.type != "cuda":
-        raise Unsupported(f"{name} needs a GPU and Transformer Engine: make te")
+        raise Unsupported("graph_layer_te needs a GPU and Transformer Engine: make te")
     from transformer_engine.pytorch import make_graphed_callables
 
     return make_graphed_callables

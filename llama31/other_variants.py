@@ -1,4 +1,4 @@
-"""The variants beside train.py's: torch.compile, with parameterized launches too, and eager with checks on the host."""
+"""The variants beside train.py's: torch.compile, parameterized launches, and graph_step in FP4."""
 
 from common.compiled import Compiled, require_compiler
 from common.contract import variant
@@ -71,19 +71,3 @@ def _layers(state):
             "te, FP8 and FP4 modules leave the compiler: compare all variants with --layer torch --precision bf16"
         )
     return [(layer, "forward") for layer in state.layers]
-
-
-@variant(
-    "eager_nan_checks",
-    kind="eager",
-    help="eager, with the NaN checks that a graph over all microbatches forbids",
-    parity="bitwise",
-    traits={"extra_work": "reads each microbatch's loss and the gradient norm on the host"},
-)
-def checked_step(state: State, index: int):
-    """`eager_step` with Megatron's NaN checks."""
-    state.nan_checks = True
-    try:
-        eager_step(state, index)
-    finally:
-        state.nan_checks = state.config.nan_checks

@@ -52,7 +52,7 @@ class State(History):
         require_precision(config, device)
         self.ranks = config.ranks(world_size)
         self.plan = make_plan(config)
-        self.config, self.device, self.dtype, self.nan_checks = config, device, dtype, config.nan_checks
+        self.config, self.device, self.dtype = config, device, dtype
         self.place = self.ranks.place(rank)
         self.checkpoint = open_checkpoint(config) if config.checkpoint else None
         self.notes = self.checkpoint.notes if self.checkpoint else []
@@ -204,7 +204,7 @@ class State(History):
         """This microbatch's part of the step's mean loss, differentiable; its value is kept."""
         loss = self.head(hidden, self.inputs["targets"][microbatch]) * self.share
         self.microbatch_losses[microbatch].copy_(loss.detach())
-        if self.nan_checks:
+        if self.config.nan_checks:
             _require_number("loss", loss)
         return loss
 
@@ -228,7 +228,7 @@ class State(History):
     @torch.no_grad()
     def end_step(self, index: int) -> None:
         """Keep the step's loss and gradient norm."""
-        if self.nan_checks:
+        if self.config.nan_checks:
             _require_number("gradient norm", self.adam.grad_norm)
         with section("losses"):
             self.mean_loss(self.microbatch_losses, self.loss)

@@ -14,7 +14,7 @@ CONTEXT_BYTES = 2 * GIB
 LORA_ALPHA = 32.0
 # Tokens whose logits the loss has at a time.
 LOSS_TOKENS = 2048
-# More would be buffers without end: no published model has as many experts.
+# A rank has at most --ep times the rows that a balanced router sends to another, and no published model as many ranks.
 MOST_CAPACITY = 1000
 # (hidden, experts) -> name and layers of the whole model.
 KNOWN = {(2048, 128): ("Qwen3-30B-A3B", 48), (2880, 32): ("GPT-OSS-20B", 24), (2880, 128): ("GPT-OSS-120B", 36)}
@@ -59,7 +59,6 @@ class Config(Timing):
         "real: the router chooses; balanced: every expert gets as many tokens, as published rows have it",
         ("real", "balanced"),
     )
-    capacity_factor: float = option(1.25, "of the padded variants: an expert's rows over those of a balanced router")
     rank_capacity_factor: float = option(
         1.5, "of the static variants: rows that a rank sends to each rank over those of a balanced router"
     )
@@ -84,8 +83,8 @@ class Config(Timing):
         require_fields(self, ("norm_eps",), lambda value: 0 < value < math.inf, "a finite number above 0")
         # YaRN divides by its logarithm.
         require_fields(self, ("rope_theta",), lambda value: 1 < value < math.inf, "a finite number above 1")
-        factors = ("capacity_factor", "rank_capacity_factor")
-        require_fields(self, factors, lambda value: 1 <= value <= MOST_CAPACITY, f"a number from 1 to {MOST_CAPACITY}")
+        factor = ("rank_capacity_factor",)
+        require_fields(self, factor, lambda value: 1 <= value <= MOST_CAPACITY, f"a number from 1 to {MOST_CAPACITY}")
         for name in ("data", "checkpoint"):
             require_folder_of_its_own(f"--{name}", getattr(self, name))
         for flag, size, by, parts in (
@@ -147,13 +146,8 @@ class Config(Timing):
 
     @property
     def rows(self) -> int:
-        """Rows that the experts multiply in a microbatch where none is dropped or padded."""
+        """Rows that the experts multiply in a microbatch."""
         return self.routed_tokens * self.top_k
-
-    @property
-    def capacity(self) -> int:
-        """Rows of one expert where rows are dropped and padded, in whole tiles of 8."""
-        return -(-math.ceil(self.rows * self.capacity_factor / self.local_experts) // 8) * 8
 
     @property
     def rank_capacity(self) -> int:
@@ -235,7 +229,7 @@ PRESETS = {
 }
 
 FACTS = {
-    "files": ["static_buffers", "other_variants"],
+    "files": ["static_buffers"],
     "sweeps": {"sequence": ["sequence"], "layers": ["layers"], "batch": ["microbatch"]},
     "presets_need": lambda preset, config: needs(
         not preset.startswith("tiny"), multiple_of=config.ep, at_most=config.ep

@@ -64,11 +64,6 @@ class Exchange:
         finally:
             self.is_static = False
 
-    def require_no_ranks(self, reason: str) -> None:
-        """Unsupported with this reason where there are several ranks."""
-        if self.size > 1:
-            raise Unsupported(f"--ep {self.size}: {reason}")
-
     def order(self, routed: Routed) -> Plan:
         """The order in which rows are sent: by rank, each rank's in the order of their choices. All on the device."""
         counts = self._rows_for_ranks(routed)

@@ -85,53 +85,31 @@ class _Linear(torch.autograd.Function):
         return grad @ ctx.weight if needs_x else None, None, grad.sum(0) if needs_bias else None, None
 
 
-def multiply_by_expert(x, weight, plan: Plan):
-    """[rows, n]: each expert's rows of x [rows, m] times its matrix of weight [experts, m, n]."""
-    if plan.offsets is None:
-        return torch.bmm(x.view(weight.shape[0], -1, x.shape[1]), weight).flatten(0, 1)
-    return torch._grouped_mm(x, weight, offs=plan.offsets)
-
-
 class _Experts(torch.autograd.Function):
-    """activation(x w1) w2 of rows in expert order. The two weight gradients go to main_grad."""
+    """activation(x w1) w2 of rows in expert order. The two weight gradients go to main_grad.
+
+    torch._grouped_mm multiplies each expert's rows [rows, m] by its matrix of a weight [experts, m, n].
+    """
 
     @staticmethod
     def forward(ctx, x, weights, bias, w1, w2, plan, accumulation):
-        z = multiply_by_expert(x, w1, plan)
+        z = torch._grouped_mm(x, w1, offs=plan.offsets)
         ctx.save_for_backward(x if w1.requires_grad else None, z, weights, bias, *plan)
         ctx.w1, ctx.w2, ctx.accumulation = w1, w2, accumulation
-        return multiply_by_expert(activation.activate(z, bias, weights, plan), w2, plan)
+        return torch._grouped_mm(activation.activate(z, bias, weights, plan), w2, offs=plan.offsets)
 
     @staticmethod
     def backward(ctx, grad):
         x, z, weights, bias, *plan = ctx.saved_tensors
         plan, grad = Plan(*plan), grad.contiguous()
-        grad_out = multiply_by_expert(grad, ctx.w2.mT, plan)
+        grad_out = torch._grouped_mm(grad, ctx.w2.mT, offs=plan.offsets)
         grad_z, out, grad_weights = activation.activate_backward(grad_out, z, bias, weights, plan)
         if ctx.w1.requires_grad:
-            _add_weight_gradient(ctx.w2, out, grad, plan, ctx.accumulation)
-            _add_weight_gradient(ctx.w1, x, grad_z, plan, ctx.accumulation)
-        grad_bias = _sums_by_expert(grad_z, plan, len(bias)) if ctx.needs_input_grad[2] else None
-        return multiply_by_expert(grad_z, ctx.w1.mT, plan), grad_weights, grad_bias, None, None, None, None
-
-
-def _sums_by_expert(x, plan, count):
-    """[count, n]: the sum of each expert's rows of x [rows, n]."""
-    if plan.offsets is None:
-        return x.view(count, -1, x.shape[1]).sum(1)
-    return grouped_sums(x, plan.offsets, plan.expert_of_row)
-
-
-def _add_weight_gradient(weight, x, grad, plan, accumulation):
-    out, count = weight.main_grad, weight.shape[0]
-    if plan.offsets is not None:
-        grouped_weight_gradient_(out, x, grad, plan.offsets, accumulation.adds)
-        return
-    x, grad = (each.view(count, -1, each.shape[1]) for each in (x, grad))
-    if accumulation.adds:
-        out.baddbmm_(x.mT, grad)
-    else:
-        torch.bmm(x.mT, grad, out=out)
+            grouped_weight_gradient_(ctx.w2.main_grad, out, grad, plan.offsets, ctx.accumulation.adds)
+            grouped_weight_gradient_(ctx.w1.main_grad, x, grad_z, plan.offsets, ctx.accumulation.adds)
+        grad_bias = grouped_sums(grad_z, plan.offsets, plan.expert_of_row) if ctx.needs_input_grad[2] else None
+        grad_x = torch._grouped_mm(grad_z, ctx.w1.mT, offs=plan.offsets)
+        return grad_x, grad_weights, grad_bias, None, None, None, None
 
 
 class _LossOfLogits(torch.autograd.Function):
@@ -230,11 +208,11 @@ class Layer(nn.Module):
         logits = _Linear.apply(y, self.router, self.router_bias, self.accumulation)
         return y, route(logits, c.top_k, c.aux_loss / (c.microbatches * c.ep), c.routing == "balanced")
 
-    def preprocess(self, routed: Routed, is_padded: bool) -> Plan:
+    def preprocess(self, routed: Routed) -> Plan:
         """The order of the experts' rows, from integers alone: nothing is differentiated, nothing read on the host."""
         if self.exchange.is_on:
             return self.exchange.order(routed)
-        return order_rows(routed.experts, routed.counts, self.config.capacity if is_padded else 0)
+        return order_rows(routed.experts, routed.counts)
 
     def mix(self, x, y, routed: Routed, plan: Plan):
         """x plus the output of the experts, [t, hidden]."""
@@ -254,6 +232,7 @@ class Layer(nn.Module):
 
     def _bias_of_outputs(self, routed, plan):
         """The chosen experts' second biases by weight, [t, hidden]: a product with the weights of all experts."""
+        # Without offsets rows are in static buffers: a choice beyond their capacity has no row.
         weights = routed.weights * (plan.row_of_choice >= 0) if plan.offsets is None else routed.weights
         of_all = torch.zeros(len(weights), len(self.bias2), dtype=weights.dtype, device=weights.device)
         return of_all.scatter(1, routed.experts.long(), weights).to(self.bias2.dtype) @ self.bias2

@@ -54,8 +54,6 @@ class State(History):
         # For as long as the state is open.
         self.opened = contextlib.ExitStack()
         self.opened.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
-        # Whether experts have a fixed number of rows; the padded variants say so for their steps.
-        self.is_padded = False
         # Whether weights have their first values; frozen ones keep them.
         self.is_filled = False
         self.accumulation = Accumulation()
@@ -143,7 +141,7 @@ class State(History):
         layer = self.layers[number]
         hidden = layer.attention(hidden, inputs)
         y, routed = layer.route(hidden)
-        plan = layer.preprocess(routed, self.is_padded)
+        plan = layer.preprocess(routed)
         hidden = layer.mix(hidden, y, routed, plan)
         self.mark(number, hidden)
         return hidden

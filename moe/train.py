@@ -18,14 +18,13 @@ main_grad is a buffer that never moves. A layer's own backward writes it, or a h
 with plain p.grad: make it before the capture, zero it in place. No token is dropped, and only the device knows how many
 tokens an expert gets. Shapes are fixed all the same: a token makes top_k rows, rows are sorted by expert, and
 torch._grouped_mm reads on the device where each expert's rows end. So a graph can hold the layer. With --ep `mix` reads
-row counts on the host, as Megatron does for its exchange. No graph can hold that: graph_layer, graph_fwd_bwd and
-graph_step refuse --ep above 1. Graphs that stop before `mix` allow it.
+row counts on the host, as Megatron does for its exchange. No graph can hold that: graph_layer and graph_step refuse
+--ep above 1. Graphs that stop before `mix` allow it.
 
     graph_attn ... graph_layer       a forward and a backward graph for the first parts of each layer, or all four
-    graph_fwd_bwd                    all microbatches, embedding, loss and backward too, in one graph
-    graph_step                       the same with clipping and Adam
-    graph_static                     graph_fwd_bwd with the ranks' exchange in buffers of fixed size (static_buffers.py)
-    graph_moe_padded                 graph_layer with a fixed number of rows for each expert (other_variants.py)
+    graph_step                       all microbatches, embedding, loss, backward, clipping and Adam in one graph
+    graph_static                     forward and backward of all microbatches in one graph, with the ranks' exchange in
+                                     buffers of fixed size (static_buffers.py)
 
 In plain PyTorch, attention's capture and replays in one layer, then graph_step:
 
@@ -135,7 +134,7 @@ def forward_and_backward(state: State, run_layer=None):
 # 2. The first parts of each layer, or all of them
 #
 # A graph's outputs are fixed tensors. `first_parts` returns them as a flat tuple: x, y, the fields of Routed, those of
-# Plan, as far as the graph computes them. Plan.offsets is None if experts are padded. `rest_of_layer` gets this tuple.
+# Plan, as far as the graph computes them. `rest_of_layer` gets this tuple.
 
 
 class GraphedParts:
@@ -176,8 +175,8 @@ class GraphedParts:
             y, routed = layer.route(x)
         else:
             routed = Routed(*outputs[:num_routed])
-        plan = outputs[num_routed:]  # is_padded: a fixed number of rows for each expert, only in other_variants.py
-        return layer.mix(x, y, routed, Plan(*plan) if plan else layer.preprocess(routed, self.state.is_padded))
+        plan = outputs[num_routed:]
+        return layer.mix(x, y, routed, Plan(*plan) if plan else layer.preprocess(routed))
 
     def capture_forward(self, microbatch: int, number: int):
         state, before = self.state, self.graphs.get((microbatch, number - 1))
@@ -207,7 +206,7 @@ class GraphedParts:
         # (torch.as_tensor of an object with __cuda_array_interface__); with the last owner gone the allocator gives the
         # memory away. x stays, since the backward graph reads it: in graph_layer the output before.
         graphs.grad_x = None if grad_x is None else self.pool.borrow(grad_x)
-        graphs.outputs = [None if output is None else self.pool.borrow(output.detach()) for output in graphs.outputs]
+        graphs.outputs = [self.pool.borrow(output.detach()) for output in graphs.outputs]
 
     def step(self, index: int):
         self.state.begin_step(index)
@@ -234,7 +233,7 @@ class LayerGraphs:
         self.forward, self.backward = forward, None
         self.x, self.is_chained = x, is_chained  # read by both; chained: an earlier graph writes it, not the step
         self.outputs = outputs  # written by forward
-        self.has_grad = [output is not None and output.requires_grad for output in outputs]
+        self.has_grad = [output.requires_grad for output in outputs]
         self.grads: list[torch.Tensor] = []  # read by backward: gradients of the outputs that have one
         self.grad_x = None  # written by backward
 
@@ -257,10 +256,10 @@ class Replayed(torch.autograd.Function):
             graphs.x.copy_(hidden)
         graphs.forward.replay()
         # New tensor objects on the same memory, since autograd attaches the step's history to the returned objects.
-        outputs = tuple(None if output is None else output.view_as(output) for output in graphs.outputs)
+        outputs = tuple(output.view_as(output) for output in graphs.outputs)
         pairs = zip(outputs, graphs.has_grad, strict=True)
         # Outputs without a gradient in the capture have none here: numbers of experts, counts, the Plan.
-        ctx.mark_non_differentiable(*(output for output, has_grad in pairs if output is not None and not has_grad))
+        ctx.mark_non_differentiable(*(output for output, has_grad in pairs if not has_grad))
         return outputs
 
     @staticmethod
@@ -309,7 +308,7 @@ class GraphedRouter(GraphedParts):
 class GraphedPreprocess(GraphedRouter):
     def first_parts(self, number: int, inputs, x):
         x, y, *routed = super().first_parts(number, inputs, x)
-        plan = self.state.layers[number].preprocess(Routed(*routed), self.state.is_padded)
+        plan = self.state.layers[number].preprocess(Routed(*routed))
         return x, y, *routed, *plan
 
 
@@ -340,35 +339,6 @@ class GraphedLayers(GraphedParts):
 
 
 @variant(
-    "graph_fwd_bwd",
-    kind="graph",
-    help="forward and backward of all microbatches in one graph; optimizer eager",
-    graphs=1,
-    parity="bitwise",
-)
-class GraphedPass:
-    """A replay reads state.inputs and the weights, writes main_grad and the losses; all lie outside of the pool."""
-
-    def __init__(self, state: State, capture: Capture, captured=forward_and_backward):
-        require_capturable(state.exchange.size, "layer")  # refuses --ep above 1
-        self.state, pool = state, capture.pool()
-        capture.warm_up(eager_step)
-        with capture.capturing():
-            self.graph, _ = pool.capture(lambda: captured(state), state.static)  # static: the tensors of state.inputs
-
-    def step(self, index: int):
-        self.replay(index)
-        with section("optimizer"):
-            self.state.update()
-        self.state.end_step(index)
-
-    def replay(self, index: int):
-        self.state.begin_step(index)
-        with section("replay"):
-            self.graph.replay()
-
-
-@variant(
     "graph_step",
     kind="graph",
     help="the whole step in one graph: all microbatches, clipping and Adam",
@@ -376,14 +346,23 @@ class GraphedPass:
     parity="bitwise",
     headline=True,
 )
-class GraphedStep(GraphedPass):
-    """Clipping and Adam are in the graph, too: learning rate and count of steps are tensors on the device."""
+class GraphedStep:
+    """A replay reads state.inputs, and writes main_grad, the losses and the weights; all lie outside of the pool.
+
+    Learning rate and count of steps, which Adam reads and writes, are tensors on the device.
+    """
 
     def __init__(self, state: State, capture: Capture):
-        super().__init__(state, capture, captured=training_step)
+        require_capturable(state.exchange.size, "layer")  # refuses --ep above 1
+        self.state, pool = state, capture.pool()
+        capture.warm_up(eager_step)
+        with capture.capturing():
+            self.graph, _ = pool.capture(lambda: training_step(state), state.static)  # the tensors of state.inputs
 
     def step(self, index: int):
-        self.replay(index)
+        self.state.begin_step(index)
+        with section("replay"):
+            self.graph.replay()
         self.state.end_step(index)
 
 

@@ -26,7 +26,6 @@ SCOPES = (
     Scope(TE, "attn", "norm, attention, residual", "moe", "graph_attn"),
     Scope(TE, "attn, moe_router", "also norm and router", "moe", "graph_attn_router"),
     Scope(TE, "attn, moe_router, moe_preprocess", "also the order of the rows", "moe", "graph_attn_router_preprocess"),
-    Scope(TE, "moe", "experts with a padded capacity", "moe", "graph_moe_padded"),
     Scope(TE, "whole layers", "dense layers", "gpt3", "graph_layer_te"),
     Scope(TE, "attn", "norm, attention, residual", "llama31", "graph_attn"),
     Scope(TE, "mlp", "norm, MLP, residual", "llama31", "graph_mlp"),

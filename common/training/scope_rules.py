@@ -101,7 +101,7 @@ RULES = tuple(Rule(*row) for row in (
      "te_rng_tracker (here register_generator_state)", BRIDGE),
     ("a NaN check with a graph over whole microbatches", WHOLE, lambda s: s.nan_checks,
      "it reads the loss or the gradients on the host, between kernels that the graph launches at once",
-     "--nan-checks false (Megatron --no-check-for-nan-in-loss-and-grad), or here --variant eager_nan_checks", BRIDGE),
+     "--nan-checks false (Megatron --no-check-for-nan-in-loss-and-grad)", BRIDGE),
     ("CPU offload with graphs of layers or microbatches", (*LAYERS, "microbatch"), lambda s: s.cpu_offload,
      "its copies wait for events of the other graphs", "no offload, or iteration", CORE),
     ("sequences of changing length", PASSES, lambda s: s.sequences == "changing",

@@ -18,7 +18,10 @@ ALPHA, LIMIT = 1.702, 7.0
 
 
 def activate(z, bias, weights, plan):
-    """[rows, ffn] of z [rows, 2 ffn], gate and up side by side. bias [experts, 2 ffn]: None is SwiGLU without one."""
+    """[rows, ffn] of z [rows, 2 ffn], gate and up side by side. bias [experts, 2 ffn]: None is SwiGLU without one.
+
+    plan: has a row for each choice, and a choice for each row.
+    """
     if not in_triton(z):
         return _plain(z, bias, _weight_of_row(weights, plan), plan).to(z.dtype)
     out = torch.empty(z.shape[0], z.shape[1] // 2, dtype=z.dtype, device=z.device)
@@ -29,10 +32,9 @@ def activate(z, bias, weights, plan):
 
 def activate_backward(grad, z, bias, weights, plan):
     """(gradient of z, activation, gradient of weights) for the gradient of the activation."""
-    grad_weights = torch.zeros_like(weights)
     if not in_triton(z):
-        return _plain_backward(grad, z, bias, weights, plan, grad_weights)
-    grad_z, out = torch.empty_like(z), torch.empty_like(grad)
+        return _plain_backward(grad, z, bias, weights, plan)
+    grad_z, out, grad_weights = torch.empty_like(z), torch.empty_like(grad), torch.empty_like(weights)
     launch = _launch(True, z.shape[1] // 2, bias is not None, z.dtype)
     tensors = (grad, z, z if bias is None else bias, weights, plan.choice_of_row, plan.expert_of_row)
     launch((z.shape[0], 1, 1), (*tensors, grad_z, out, grad_weights))
@@ -40,8 +42,7 @@ def activate_backward(grad, z, bias, weights, plan):
 
 
 def _weight_of_row(weights, plan):
-    chosen = weights.flatten().index_select(0, plan.choice_of_row.clamp(min=0))
-    return chosen.masked_fill(plan.choice_of_row < 0, 0)[:, None]
+    return weights.flatten().index_select(0, plan.choice_of_row)[:, None]
 
 
 def _plain(z, bias, weight, plan):
@@ -55,14 +56,13 @@ def _plain(z, bias, weight, plan):
     return gate * torch.sigmoid(ALPHA * gate) * (up + 1) * weight
 
 
-def _plain_backward(grad, z, bias, weights, plan, grad_weights):
+def _plain_backward(grad, z, bias, weights, plan):
     with torch.enable_grad():
         kept, weight = z.detach().requires_grad_(), _weight_of_row(weights.detach(), plan).requires_grad_()
         out = _plain(kept, bias, weight, plan)
     grad_z, grad_weight = torch.autograd.grad(out, (kept, weight), grad.float())
-    rows = plan.row_of_choice.flatten()
-    picked = grad_weight.flatten().index_select(0, rows.clamp(min=0)).masked_fill(rows < 0, 0)
-    return grad_z.to(z.dtype), out.detach().to(z.dtype), grad_weights.copy_(picked.view_as(grad_weights))
+    grad_weights = grad_weight.flatten().index_select(0, plan.row_of_choice.flatten()).view_as(weights)
+    return grad_z.to(z.dtype), out.detach().to(z.dtype), grad_weights
 
 
 @functools.cache
@@ -86,7 +86,7 @@ if triton:
     @triton.jit
     def _weight(weights, choice_of_row, row):
         choice = tl.load(choice_of_row + row).to(tl.int64)
-        return choice, tl.load(weights + choice, mask=choice >= 0, other=0.0)
+        return choice, tl.load(weights + choice)
 
     @triton.jit
     def _cut(gate, up, limit: tl.constexpr):
@@ -133,7 +133,7 @@ if triton:
             factor = up
             value = gate * sigmoid
             slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        tl.store(grad_weights + choice, tl.sum(g * value * factor, axis=0), mask=choice >= 0)
+        tl.store(grad_weights + choice, tl.sum(g * value * factor, axis=0))
         tl.store(out + row * width + column, (value * factor * weight).to(out.dtype.element_ty), mask=inside)
         g = g * weight
         of_gate, of_up = g * factor * slope, g * value

@@ -19,8 +19,8 @@ BLOCK, STEP = 128, 32
 class Plan(NamedTuple):
     """The order of the experts' rows, int32 on the device; -1 where there is no row or no token.
 
-    offsets: [experts], the end of each expert's rows; None where each has the same number (padded). row_of_choice:
-    [t, k]. token_of_row, choice_of_row (an index of t k choices) and expert_of_row: [rows].
+    offsets: [experts], the end of each expert's rows; None with a capacity, where each has the same number.
+    row_of_choice: [t, k]. token_of_row, choice_of_row (an index of t k choices) and expert_of_row: [rows].
     """
 
     row_of_choice: torch.Tensor

@@ -31,7 +31,6 @@ WIDE = replace(TINY, hidden=128, head_dim=32, ffn=256, sequence=64)
 # A history that six steps go round twice.
 SHORT = replace(SMALL, layers=2, microbatches=2, amax_history=3, batches=3, lr=1e-3)
 GRAPHED = ("graph_layer", "graph_layer_optimizer")
-TE_GRAPHS = ("graph_layer_te", "graph_layer_te_slot")
 
 
 def made(name, state):
@@ -295,7 +294,7 @@ def test_close_releases_the_graphs_memory():
 
 def test_variants_that_need_a_gpu_say_so():
     state = State(replace(SHORT, precision="bf16"), CPU)
-    for name in ("compile", "reduce_overhead", *TE_GRAPHS):
+    for name in ("compile", "reduce_overhead", "graph_layer_te"):
         with pytest.raises(Unsupported, match="GPU"):
             made(name, state)
 

@@ -32,10 +32,8 @@ from tests.helpers.followed import difference, follow
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-TE_GRAPHS = ("graph_layer_te", "graph_layer_te_slot")
 CONFIG = replace(PRESETS["tiny"], layer="torch", layers=2, microbatches=3)
-NOT_CLONED = {"clone_param_grads_on_return": False}
-REUSED = NOT_CLONED | {"_reuse_graph_input_output_buffers": True}
+REUSED = {"clone_param_grads_on_return": False, "_reuse_graph_input_output_buffers": True}
 
 
 class Graphs:
@@ -142,7 +140,7 @@ def install(monkeypatch, *modules):
 def put_in(monkeypatch, state, graphs):
     """Make variants of `state` by `graphs` in the place of Transformer Engine."""
     fake_modules(monkeypatch, graphs)
-    monkeypatch.setattr(other_variants, "require", lambda state, asked: graphs)
+    monkeypatch.setattr(other_variants, "require", lambda state: graphs)
     monkeypatch.setattr(common_variant, "Pool", NoPool)
     state.fp8.recipe = "the recipe"
 
@@ -176,32 +174,23 @@ def require_eager(state, variant, step):
     assert flag() is None
 
 
-@pytest.mark.parametrize(
-    "name, precision, num_slots, flags",
-    [
-        ("graph_layer_te", "fp8", 3, REUSED),
-        ("graph_layer_te_slot", "fp8", 1, NOT_CLONED),
-        ("graph_layer_te_slot", "bf16", 1, NOT_CLONED),
-    ],
-)
-def test_a_step_equals_eager_and_takes_the_slots_in_the_order_of_capture(
-    name, precision, num_slots, flags, monkeypatch
-):
-    state, graphs, variant = make(name, monkeypatch, replace(CONFIG, precision=precision))
-    asked, fp8 = graphs.asked, precision != "bf16"
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_a_step_equals_eager_and_takes_the_slots_in_the_order_of_capture(precision, monkeypatch):
+    state, graphs, variant = make("graph_layer_te", monkeypatch, replace(CONFIG, precision=precision))
+    asked, fp8, num_slots = graphs.asked, precision != "bf16", CONFIG.microbatches
     assert asked.order == [1, -1] * num_slots and asked.cached is fp8
-    assert asked.flags == {"enabled": fp8, "recipe": "the recipe" if fp8 else None, **flags}
+    assert asked.flags == {"enabled": fp8, "recipe": "the recipe" if fp8 else None, **REUSED}
     assert variant.pool.adopted and variant.capture.pools == [variant.pool]
     # Layers never share an input, microbatches do.
     addresses = [args[0].data_ptr() for args in asked.sample_args]
     assert len(addresses) == CONFIG.layers * num_slots and len(set(addresses)) == CONFIG.layers
     assert len(set(addresses[: CONFIG.layers])) == CONFIG.layers
     require_eager(state, variant, train.eager_step)
-    # One slot is run by each microbatch; with a slot for each a step is the order as it was captured.
-    assert graphs.passes == numbered(asked.order) * (4 * CONFIG.microbatches // num_slots)
+    # Four steps, each in the order of the capture.
+    assert graphs.passes == numbered(asked.order) * 4
     replays = len(graphs.passes) * CONFIG.layers // 4
     assert variant.replays_of(0) == replays
-    assert (2 * len(graphs.places), replays) == contracts.model_of("gpt3", state).promises(name)
+    assert (2 * len(graphs.places), replays) == contracts.model_of("gpt3", state).promises("graph_layer_te")
     variant.close()
     assert graphs.num_reset == len(graphs.places) and variant.pool.released
 
@@ -210,8 +199,8 @@ def test_variants_take_turns_on_one_state(monkeypatch):
     """Each with the flag of its own graphs, while eager steps and other captures see none."""
     state, graphs, variant = make("graph_layer_te", monkeypatch)
     other = Graphs(state)
-    monkeypatch.setattr(other_variants, "require", lambda state, asked: other)
-    made = [variant, construct("graph_layer_te_slot", state)]
+    monkeypatch.setattr(other_variants, "require", lambda state: other)
+    made = [variant, construct("graph_layer_te", state)]
     assert graphs.flag is not other.flag and None not in (graphs.flag, other.flag)
     monkeypatch.setattr(common_variant, "Pool", Pool)
     made.append(construct("graph_layer", state))
@@ -245,9 +234,9 @@ def test_a_capture_that_fails_leaves_nothing(monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     put_in(monkeypatch, state, graphs)
-    monkeypatch.setattr(other_variants, "require", lambda state, asked: fails)
+    monkeypatch.setattr(other_variants, "require", lambda state: fails)
     with pytest.raises(torch.OutOfMemoryError):
-        construct("graph_layer_te_slot", state)
+        construct("graph_layer_te", state)
     assert layer_class.__call__ is call and not graphs.capturing and flag() is None
 
 
@@ -338,10 +327,10 @@ def test_scales_of_a_stage_are_updated_once_a_step(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*TE_GRAPHS, "graph_layer_optimizer"])
+@pytest.mark.parametrize("name", ["graph_layer_te", "graph_layer_optimizer"])
 def test_on_a_gpu_twenty_steps_equal_eager_bit_for_bit(name):
     """--parity counts graphs and replays, too, and fails where they are not the promised ones."""
-    if name in TE_GRAPHS and importlib.util.find_spec("transformer_engine") is None:
+    if name == "graph_layer_te" and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("no Transformer Engine: make te")
     eager, graphs = hashes_of("eager"), hashes_of(name)
     assert len(set(eager)) == 20 and eager == graphs

@@ -42,7 +42,7 @@ def test_graphs_equal_eager_bit_for_bit(changes):
     assert [state.validates(index) for index in range(4)] == [False, "validate_every" in changes] * 2
     eager, model = follow_eager(state, 3), contracts.model("llama31")
     model.config = state.config
-    for name in (*GRAPHS, "eager_nan_checks"):
+    for name in GRAPHS:
         variant = made(name, state)
         before = variant.capture.num_replays
         assert difference(follow(state, variant.step, 3), eager, state) == "", name
@@ -51,7 +51,6 @@ def test_graphs_equal_eager_bit_for_bit(changes):
         graphs, each = model.promises(name)
         assert sum(len(pool.graphs) for pool in variant.capture.pools) == graphs
         assert each is None or replays == 3 * each
-        assert not state.nan_checks
         variant.close()
 
 
@@ -59,11 +58,10 @@ def test_graphs_equal_eager_bit_for_bit(changes):
 def test_variants_take_turns_on_one_state():
     state = make(**SMALL, weights="fp8", moments="bf16", layers=1, microbatches=2)
     expected = follow_eager(state, 2)
-    made_once = {name: made(name, state) for name in ("eager", "eager_nan_checks", *GRAPHS)}
+    made_once = {name: made(name, state) for name in ("eager", *GRAPHS)}
     for _ in range(2):
         for name, variant in made_once.items():
             assert difference(follow(state, variant.step, 2), expected, state) == "", name
-            assert not state.nan_checks
     for variant in made_once.values():
         variant.close()
     assert difference(follow_eager(state, 2), expected, state) == ""
@@ -198,24 +196,19 @@ def test_a_graph_of_the_whole_schedule_says_what_another_number_costs(name):
 
 def test_checked_eager_stops_at_nan_and_a_graph_goes_on():
     state = make(precision="bf16", layers=1)
-    graphed, checked = made("graph_fwd_bwd", state), made("eager_nan_checks", state)
+    graphed = made("graph_fwd_bwd", state)
     with torch.no_grad():
         state.head.weight[0, 0] = float("nan")
     graphed.step(0)
     assert state.losses[0].isnan()
     graphed.close()
-    with pytest.raises(FloatingPointError, match="loss is nan"):
-        checked.step(1)
-    # Other variants check as the config says.
-    assert not state.nan_checks
-    state.nan_checks = True
+    state.config = replace(state.config, nan_checks=True)
     with pytest.raises(FloatingPointError, match="loss is nan"):
         train.eager_step(state, 1)
 
 
 def test_a_nan_check_in_a_capture_is_what_the_table_says():
-    state = make(precision="bf16", layers=1)
-    state.nan_checks = True
+    state = make(precision="bf16", layers=1, nan_checks=True)
     with pytest.raises(CaptureError, match="reads a value on the host"):
         made("graph_fwd_bwd", state)
 
@@ -249,7 +242,7 @@ def said(*arguments):
     "arguments, told",
     [
         (["--tp", "2"], "--tp 2 needs a multiple of 2 ranks, this run has 1"),
-        (["--variant", "graph_fwd_bwd", "--nan-checks", "true"], "--variant eager_nan_checks"),
+        (["--variant", "graph_fwd_bwd", "--nan-checks", "true"], "--nan-checks false"),
         (["--variant", "graph_step", "--clip", "host"], "--clip device"),
         (["--variant", "graph_optimizer", "--clip", "host"], "--clip device"),
         (["--keep", "1 qkv"], "--keep 1 qkv: takes auto, all, least, or numbers of the last layers with items"),

@@ -1,4 +1,4 @@
-"""moe trained by hand: graphs are compared with the eager steps they stand for, reruns are the run's own."""
+"""moe trained by hand: what cannot run is refused before the build, and reruns are the run's own."""
 
 import pytest
 
@@ -24,12 +24,6 @@ def test_scores_that_a_host_cannot_hold_are_refused_before_the_build(monkeypatch
 def test_ranks_that_nobody_started_are_refused_before_the_build():
     with pytest.raises(ValueError, match="--ep 2 needs as many ranks, this run has 1"):
         trained("eager", "--ep", "2")
-
-
-@pytest.mark.parametrize("name", ["graph_moe_padded", "graph_layer"])
-def test_graphs_are_compared_with_eager_steps_of_the_same_model(name):
-    result = trained(name, "--capacity-factor", "1.0")
-    assert (result["status"], result["message"]) == ("pass", "")
 
 
 def test_steps_that_check_the_graphs_are_not_counted(capsys):

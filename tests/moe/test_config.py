@@ -110,12 +110,11 @@ def test_frozen_matrices_count_twice_and_adapters_thrice():
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"capacity_factor": 0.9}, "--capacity-factor 0.9: takes a number from 1 to 1000"),
-        ({"capacity_factor": float("nan")}, "--capacity-factor nan: takes a number from 1 to 1000"),
-        ({"capacity_factor": 1e300}, "--capacity-factor 1e+300: takes a number from 1 to 1000"),
         ({"rope_theta": 1.0}, "--rope-theta 1.0: takes a finite number above 1"),
         ({"share_ep": 3}, "--experts 8: takes a multiple of --share-ep 3"),
         ({"rank_capacity_factor": 0.5}, "--rank-capacity-factor 0.5: takes a number from 1 to 1000"),
+        ({"rank_capacity_factor": float("nan")}, "--rank-capacity-factor nan: takes a number from 1 to 1000"),
+        ({"rank_capacity_factor": 1e300}, "--rank-capacity-factor 1e+300: takes a number from 1 to 1000"),
         ({"ep": 3}, "--experts 8: takes a multiple of --ep 3"),
         ({"ep": 2, "share_ep": 2}, "--ep 2 has ranks, --share-ep 2 stands for them"),
         ({"checkpoint": "somewhere", "ep": 2}, "--checkpoint takes a whole model"),

@@ -77,7 +77,7 @@ def test_rows_are_added_to_the_residual(plain, drops):
 @on_device
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_activation_and_its_backward(plain, has_bias):
-    by_expert = plan(drops=5)
+    by_expert = plan()
     # Large enough that some gates and ups are cut.
     z, grad = 6 * numbers(TOKENS * TOP_K, 2 * FFN), numbers(TOKENS * TOP_K, FFN, seed=1)
     bias = numbers(EXPERTS, 2 * FFN, seed=2) if has_bias else None
@@ -231,7 +231,7 @@ def cross_entropies(logits):
 
 
 def activated(z, weights, grad, bias=None):
-    by_expert = plan(drops=5)
+    by_expert = plan()
     out = activation.activate(z, bias, weights, by_expert)
     return out, *activation.activate_backward(grad, z, bias, weights, by_expert)
 

@@ -1,4 +1,4 @@
-"""moe: variants against eager bit for bit, routing, padding and packed sequences."""
+"""moe: variants against eager bit for bit, routing and packed sequences."""
 
 import functools
 import gc
@@ -43,11 +43,8 @@ def test_variants_train_alike_on_a_gpu(preset, monkeypatch):
     with torch.cuda.stream(torch.cuda.Stream()), torch_settings.deterministic_kernels():
         state = make(preset, device=torch.device("cuda"))
         expected = follow_variant(state, "eager")
-        names = ("graph_attn_router_preprocess", "graph_layer", "graph_fwd_bwd", "graph_step")
-        for name in (*names, "eager_static", "graph_static"):
+        for name in ("graph_attn_router_preprocess", "graph_layer", "graph_step", "eager_static", "graph_static"):
             assert difference(follow_variant(state, name), expected, state) == "", name
-        padded = follow_variant(state, "eager_padded")
-        assert difference(follow_variant(state, "graph_moe_padded"), padded, state) == ""
 
 
 def test_a_share_trains_alike_in_graphs():
@@ -56,26 +53,10 @@ def test_a_share_trains_alike_in_graphs():
     assert difference(follow_variant(state, "graph_layer"), eager("tiny", **changes), state) == ""
 
 
-@pytest.mark.slow
-def test_padded_experts_leave_the_state_as_eager_needs_it():
-    state = make("tiny")
-    padded = follow_variant(state, "graph_moe_padded")
-    assert difference(padded, eager("tiny"), state) != ""  # rows were dropped
-    assert difference(follow_variant(state, "eager"), eager("tiny"), state) == ""
-
-
-def test_with_enough_capacity_nothing_is_dropped():
-    """Experts of twelve times the balanced load take all rows: as dropless, but for the order of sums."""
-    state = make("tiny", dtype=torch.float32, capacity_factor=12.0)
-    expected = logits(state)
-    state.is_padded = True
-    torch.testing.assert_close(logits(state), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("preset, is_padded", [("tiny", True), ("tiny_gpt_oss", True), ("tiny_gpt_oss", False)])
-def test_experts_add_up_for_each_token(preset, is_padded):
-    """Against a loop over choices in their order, each dropped once its expert is full."""
-    state = make(preset, dtype=torch.float32, capacity_factor=1.0)
+@pytest.mark.parametrize("preset", ["tiny", "tiny_gpt_oss"])
+def test_experts_add_up_for_each_token(preset):
+    """Against a loop over choices."""
+    state = make(preset, dtype=torch.float32)
     layer, config = state.layers[0], state.config
     for name in ("bias1", "bias2"):
         if getattr(layer, name) is not None:
@@ -83,14 +64,11 @@ def test_experts_add_up_for_each_token(preset, is_padded):
     x = torch.randn(config.tokens, config.hidden, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         y, routed = layer.route(x)
-        ours = layer.mix(x, y, routed, layer.preprocess(routed, is_padded))
-        expected, taken = x.clone(), [0] * config.experts
+        ours = layer.mix(x, y, routed, layer.preprocess(routed))
+        expected = x.clone()
         for token, (weights, experts) in enumerate(zip(routed.weights, routed.experts.tolist(), strict=True)):
             for weight, expert in zip(weights, experts, strict=True):
-                taken[expert] += 1
-                if not is_padded or taken[expert] <= config.capacity:
-                    expected[token] += weight * of_expert(layer, expert, y[token])
-    assert max(taken) > config.capacity
+                expected[token] += weight * of_expert(layer, expert, y[token])
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -108,7 +86,7 @@ def test_forward_and_backward_alone_leave_the_weights():
     state = make("tiny", update=False)
     names = [name for name, _ in state.named_state()]
     assert all(name.endswith("main_grad") for name in names)
-    assert difference(follow_variant(state, "graph_fwd_bwd"), eager("tiny", update=False), state) == ""
+    assert difference(follow_variant(state, "graph_step"), eager("tiny", update=False), state) == ""
     weights = [parameter.detach().clone() for _, _, parameter in state.parts]
     train.eager_step(state, 0)
     assert all(map(torch.equal, weights, [parameter for _, _, parameter in state.parts]))

@@ -1,1 +1,1 @@
-"""Adam: on FP32 masters, fused, on mixed formats, split over ranks, and in few bytes without masters."""
+"""AdamW on FP32 masters, fused on a GPU; the loss scale of FP16; and a stand-in where no optimizer is wanted."""
