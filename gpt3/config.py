@@ -37,7 +37,7 @@ class Config(Parallel, Timing):
     amax_history: int = option(1024, "steps in the amax history of delayed scaling")
     lr: float = option(2e-5, "learning rate of Adam")
     data: str = option(
-        "", "folder of text, or Megatron .bin/.idx prefix, whose ids are folded (empty: Python's library)"
+        "", "folder of text up to 1 GiB, or Megatron .bin/.idx prefix, whose ids are folded (empty: Python's library)"
     )
     batches: int = option(8, "different batches that rotate")
 

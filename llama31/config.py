@@ -79,7 +79,7 @@ class Config(Parallel, Timing):
     # 3 (results/h200x1/llama31-bench/20261123T155553Z-7dea93-8cfd). At 2e-6 six are 0.004 apart (20261123T175049Z).
     lr: float = option(2e-6, "learning rate of Adam; with random weights two equal runs part at 2e-5")
     data: str = option(
-        "", "folder of text, or Megatron .bin/.idx prefix, whose ids are folded (empty: Python's library)"
+        "", "folder of text up to 1 GiB, or Megatron .bin/.idx prefix, whose ids are folded (empty: Python's library)"
     )
     checkpoint: str = option("", "folder of a Hugging Face Llama 3.1 (empty: random weights)")
     batches: int = option(8, "different batches that rotate")

@@ -70,7 +70,7 @@ class Config(Timing):
     norm_eps: float = option(1e-6, "epsilon of RMSNorm")
     lr: float = option(2e-6, "learning rate of Adam")
     data: str = option(
-        "", "folder of text, or Megatron .bin/.idx prefix, whose ids are folded (empty: Python's library)"
+        "", "folder of text up to 1 GiB, or Megatron .bin/.idx prefix, whose ids are folded (empty: Python's library)"
     )
     checkpoint: str = option("", "folder of a Hugging Face checkpoint (empty: random weights)")
     batches: int = option(8, "different batches that rotate")

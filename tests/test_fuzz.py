@@ -474,7 +474,6 @@ CONTENTS = [
 
 def _write_texts(folder, files):
     shutil.rmtree(folder / "texts", ignore_errors=True)
-    shutil.rmtree(folder / "cache", ignore_errors=True)
     (folder / "texts").mkdir()
     for name, content in files:
         path = folder / "texts" / name
@@ -515,7 +514,7 @@ def _write_speech(folder, files):
 
 
 def _read_texts(folder):
-    token_files.open_tokens(str(folder / "texts"), folder / "cache").batch(0, 1, 4)
+    token_files.open_tokens(str(folder / "texts")).batch(0, 1, 4)
 
 
 PLACES = st.tuples(st.lists(st.integers(0, 10**6), min_size=1, max_size=7), st.sampled_from(ODD))

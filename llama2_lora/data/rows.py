@@ -23,6 +23,10 @@ FLAG = "--data"
 FIELDS = ("input_ids", "labels", "loss_mask", "seq_start_id")
 # Rows of a parquet file that are decoded at once, and the bytes that a row takes beside its numbers.
 _BATCH_ROWS, _ROW_BYTES = 64, 512
+# Bytes of a number by parquet's physical type; all others have 8.
+_NUMBER_BYTES = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
+# A parquet file may declare so many times its bytes, and _FREE_BYTES more: tokens do not shrink to a hundredth.
+_MAX_EXPANSION, _FREE_BYTES = 100, 2**25
 
 
 class Source(NamedTuple):
@@ -130,43 +134,58 @@ def _numbers(row, name, where, kinds="iu"):
 
 
 def _parquet_rows(path, file):
+    """Rows of a parquet file that declares no more than it may (`_require_declared`), _BATCH_ROWS at a time.
+
+    A file may lie about its sizes. The rows that come out count as well, but only after pyarrow has decoded a batch: 64
+    rows of a lying file can take all memory, and the system then ends the process.
+    """
     try:
         from pyarrow import parquet, types
     except ImportError:
         raise ValueError(
             f"{FLAG}: {printable(path)} needs pyarrow to be read: ./setup.sh parquet, or make a .jsonl of it"
         ) from None
+    most = left = _most_bytes(os.fstat(file.fileno()).st_size)
     try:
-        most = left = _most_bytes(os.fstat(file.fileno()).st_size)
-        with limits.at_most(most):
-            table = parquet.ParquetFile(file)
+        table = parquet.ParquetFile(file)
         fields = [field for field in table.schema_arrow if field.name in FIELDS]
         for field in fields:
             kind = getattr(field.type, "value_type", None)
             if kind is None or not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
                 raise ValueError(f"{field.name} is of type {field.type}, no list of numbers")
-        # In this thread: memory that is refused in another one would end the process.
-        batches = table.iter_batches(_BATCH_ROWS, columns=[field.name for field in fields], use_threads=False)
-        while True:
-            # Sizes and counts that the file states may be wrong, so what comes out counts.
-            with limits.at_most(most):
-                batch = next(batches, None)
-            if batch is None:
-                return
+        _require_declared(table.metadata, most)
+        for batch in table.iter_batches(_BATCH_ROWS, columns=[field.name for field in fields], use_threads=False):
             left -= batch.nbytes + _ROW_BYTES * batch.num_rows
             if left < 0:
-                raise MemoryError
+                raise ValueError(f"it holds more than {most:,} bytes uncompressed")
             for number in range(batch.num_rows):
                 yield {field.name: batch[field.name][number].values for field in fields}
-    except MemoryError:
-        raise ValueError(f"{FLAG}: {printable(path)} holds more than {most:,} bytes uncompressed") from None
     except Exception as error:  # foreign bytes can make it raise anything
         raise ValueError(f"{FLAG}: {printable(path)} cannot be read: {first_line(error)}") from None
 
 
 def _most_bytes(file_bytes):
-    """Bytes that may come out of a parquet file: tokens do not shrink to a hundredth."""
-    return min(2**25 + 100 * file_bytes, limits.MAX_READ_BYTES)
+    """Bytes that a parquet file may declare, and that may come out of it."""
+    return min(_FREE_BYTES + _MAX_EXPANSION * file_bytes, limits.MAX_READ_BYTES)
+
+
+def _require_declared(metadata, most):
+    """ValueError where a parquet file declares more rows or bytes than it may, before any of them is decoded.
+
+    pyarrow shows the declared sizes of a column's chunks, not those of the pages in them.
+    """
+    num_bytes = _ROW_BYTES * max(0, metadata.num_rows)
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.path_in_schema.partition(".")[0] in FIELDS:
+                # Encoded numbers may be far smaller than decoded ones.
+                decoded = chunk.num_values * _NUMBER_BYTES.get(chunk.physical_type, 8)
+                num_bytes += max(0, chunk.total_uncompressed_size, decoded)
+    if metadata.num_rows > limits.MAX_ROWS or num_bytes > most:
+        raise ValueError(
+            f"it declares {metadata.num_rows:,} rows of {num_bytes:,} bytes, more than it may: at most "
+            f"{limits.MAX_ROWS:,} and {most:,}"
+        )
 
 
 def _json_rows(path, file):

@@ -1,14 +1,11 @@
 """Rows over runs and hosts: medians, ranges, hosts of the archive, one base a row."""
 
-import json
-import lzma
 import os
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import runs
-from benchmarks.files import archive
 from benchmarks.files.archive import ArchivedHost
 from benchmarks.files.facts import Raised
 from benchmarks.files.workload import Workload
@@ -144,37 +141,6 @@ def test_hosts_of_the_archive_are_those_of_the_same_workload(changes):
     own = {"issue": (12.0, 8.0)}
     assert len(rows_with(archived, **own)["graph_layer"].hosts) == 2
     assert len(rows_with(archived, **own, **changes)["graph_layer"].hosts) == 1
-
-
-TIMES_AND_PEAKS = (((15.0 * 17.0) ** 0.5, 9.0, 11.0), (2000, 900, 1100))
-
-
-def test_the_archive_is_read_by_todays_names(tmp_path):
-    def record(variant, ms, boot="x", status="pass"):
-        own = {"model": "rnnt", "preset": "bench", "variant": variant, "status": status, "num_kernels": 300}
-        env = {"gpu_name": "NVIDIA H200", "world_size": 1, "boot_id": boot}
-        memory = {"peak_reserved_bytes": int(100 * max(ms))}
-        return own | {"steps": {"gpu_ms": ms}, "env": env, "host_load": 0, "memory": memory}
-
-    rows = [record("eager", [10.0, 20.0]), record("eager", [17.0]), record("full", [9.0]), record("graph", [11.0])]
-    rows += [record("full", [1.0], status="failed"), record("eager", [7.0], boot=None), record("full", [8.0], boot="y")]
-    path = tmp_path / "h200x1" / "rnnt-bench-persistent" / "session" / "records.jsonl.xz"
-    path.parent.mkdir(parents=True)
-    with lzma.open(path, "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    found, faults = archive.read(tmp_path)
-    ((where, (host,)),) = found.items()
-    assert faults == []
-    assert where == Workload("NVIDIA H200", 1, "rnnt", "bench", "persistent")
-    # Geometric means over runs, as of runs in blocks; a host without eager has no kernels to compare.
-    kernels = {"eager": 300, "graph_step": 300, "graph_networks": 300}
-    ms, peaks = ({"eager": times[0], "graph_step": times[1], "graph_networks": times[2]} for times in TIMES_AND_PEAKS)
-    assert (host.boot, host.kernels, host.reserved_bytes, host.folder) == ("x", kernels, peaks, path.parent.parent)
-    assert host.ms == pytest.approx(ms)
-    assert archive.read(tmp_path / "none") == ({}, [])
-    next(tmp_path.rglob("*.xz")).write_bytes(b"damaged")
-    found, (fault,) = archive.read(tmp_path)
-    assert "no records of the archive" in fault
 
 
 @pytest.mark.slow

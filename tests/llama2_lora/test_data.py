@@ -303,25 +303,48 @@ def test_limits_are_one_line_that_names_the_limit(tmp_path, monkeypatch):
     assert "has more than 3 rows" in refused(write_jsonl(path, packed_rows(4, 32)))
 
 
-@pytest.mark.parametrize("states", [2_000_000, 3], ids=["honest", "lying"])
-def test_a_parquet_file_that_holds_far_more_than_its_bytes_is_refused(tmp_path, monkeypatch, states):
-    """A file that states sizes may lie; what comes out of it counts."""
+def write_zeros(path, number, **others):
+    """One row of equal numbers, which take few bytes in a parquet file."""
     pyarrow = pytest.importorskip("pyarrow", reason="./setup.sh parquet installs pyarrow")
-    parquet, path, number = pytest.importorskip("pyarrow.parquet"), tmp_path / "rows.parquet", 2_000_000
+    parquet = pytest.importorskip("pyarrow.parquet")
     row = pyarrow.ListArray.from_arrays([0, number], pyarrow.array(np.zeros(number, np.int32)))
-    parquet.write_table(pyarrow.table({"input_ids": row}), path)
+    parquet.write_table(pyarrow.table({"input_ids": row, **others}), path)
+    assert path.stat().st_size < number / 20
+    return parquet
+
+
+@pytest.mark.parametrize("others", [{}, {"text": ["x" * 2_000_000]}], ids=["alone", "beside a column that is not read"])
+def test_a_parquet_file_that_declares_more_than_it_may_is_refused(tmp_path, monkeypatch, others):
+    path, number = tmp_path / "rows.parquet", 2_000_000
+    parquet = write_zeros(path, number, **others)
+    declared = 4 * number + 512
+    # pyarrow adds a bit for each number.
+    monkeypatch.setattr(rows, "_most_bytes", lambda file_bytes: declared + number // 8 + 100)
+    assert len(rows.read([path], 32000).tokens) == number
+    monkeypatch.setattr(rows, "_most_bytes", lambda file_bytes: declared - 1)
+    # Nothing of it is decoded.
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
+    assert refused(replace(CONFIG, data=str(path))) == (
+        f"--data: {path} cannot be read: it declares 1 rows of 8,000,512 bytes, more than it may: at most 10,000,000 "
+        "and 8,000,511"
+    )
+
+
+def test_a_parquet_file_that_declares_too_little_ends_at_the_limit(tmp_path, monkeypatch):
+    path, number = tmp_path / "rows.parquet", 2_000_000
+    parquet = write_zeros(path, number)
 
     def varint(value):  # of 4 bytes; Thrift doubles what may be negative
         return bytes((2 * value >> 7 * place) % 128 | (128 if place < 3 else 0) for place in range(4))
 
     data = path.read_bytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    assert len(data) < 1000 and varint(number) in data[footer:]
-    path.write_bytes(data[:footer] + data[footer:].replace(varint(number), varint(states)))
-    assert parquet.ParquetFile(path).metadata.row_group(0).column(0).num_values == states
+    assert varint(number) in data[footer:]
+    path.write_bytes(data[:footer] + data[footer:].replace(varint(number), varint(3)))
+    assert parquet.ParquetFile(path).metadata.row_group(0).column(0).num_values == 3
     assert len(rows.read([path], 32000).tokens) == number
     monkeypatch.setattr(rows, "_most_bytes", lambda file_bytes: 2**20)
-    assert refused(replace(CONFIG, data=str(path))).endswith("holds more than 1,048,576 bytes uncompressed")
+    assert refused(replace(CONFIG, data=str(path))).endswith("it holds more than 1,048,576 bytes uncompressed")
 
 
 def test_parquet_is_read_without_pandas(tmp_path, monkeypatch):
@@ -337,12 +360,12 @@ def test_a_parquet_file_of_many_rows_or_of_other_types_is_refused(tmp_path, monk
     parquet, path = pytest.importorskip("pyarrow.parquet"), tmp_path / "rows.parquet"
     config = replace(CONFIG, data=str(path))
     parquet.write_table(pyarrow.table({"input_ids": [[1]] * 300_000}), path)
-    assert "bytes uncompressed" in refused(config)
+    assert "declares 300,000 rows of " in refused(config)
     parquet.write_table(pyarrow.table({"input_ids": [[[1]]]}), path)
     assert "input_ids is of type list<element: list<element: int64>>, no list of numbers" in refused(config)
     write_parquet(path, packed_rows(4, 32))
     monkeypatch.setattr(limits, "MAX_ROWS", 3)
-    assert "has more than 3 rows" in refused(config)
+    assert "declares 4 rows" in refused(config)
 
 
 def test_a_disk_that_fails_is_one_line(tmp_path):

@@ -6,11 +6,8 @@ with open_regular(path, "--data") as file:
 
 import contextlib
 import os
-import re
-import resource
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from common.text import printable
@@ -45,20 +42,6 @@ def open_regular(path, flag: str, max_bytes: int = MAX_BYTES) -> Iterator[Binary
             yield file
     except OSError as error:
         raise ValueError(f"{flag}: cannot read {printable(path)} ({error.strerror})") from None
-
-
-@contextlib.contextmanager
-def at_most(num_bytes: int) -> Iterator[None]:
-    """Within it this process may allocate so much more; a C library that wants more gets none, and says so."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    held = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert held is not None
-    wanted = int(held[1]) * 1024 + num_bytes
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted if soft == resource.RLIM_INFINITY else min(wanted, soft), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _require_regular(found, path, flag):

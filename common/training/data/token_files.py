@@ -1,4 +1,4 @@
-"""Token sources: one-dimensional arrays of token ids, memory-mapped where they are files, and windows drawn from them.
+"""Token sources: one-dimensional arrays of token ids, and windows drawn from them. Megatron's files are memory-mapped.
 
     tokens = open_tokens("")                             the Python standard library's own source text
     tokens = open_tokens("/data/books")                  a folder of text, byte by byte
@@ -15,9 +15,6 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
-
-# Of copies of text.
-CACHE = Path(__file__).resolve().parents[3] / "runs" / ".cache"
 
 _END_OF_DOCUMENT = b"\0"
 _NO_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -82,18 +79,17 @@ class TokenFile:
         return windows
 
 
-def open_tokens(data, cache_dir=CACHE) -> TokenFile:
+def open_tokens(data) -> TokenFile:
     """Open the tokens that --data names: "" is the Python corpus, a folder its text, else a Megatron prefix or file.
 
-    cache_dir: where token files made from a folder of text are kept. Raises ValueError that names --data, or the file
-    that cannot be written there.
+    Raises ValueError that names --data.
     """
     if not data:
         return python_corpus()
     from common.training.data import megatron_tokens, text_folder
 
     if Path(data).is_dir():
-        return TokenFile(*text_folder.read(data, cache_dir, _END_OF_DOCUMENT))
+        return TokenFile(*text_folder.read(data, _END_OF_DOCUMENT))
     if any(path.is_file() for path in megatron_tokens.paths(data)):
         return TokenFile(*megatron_tokens.read(data))
     raise ValueError(

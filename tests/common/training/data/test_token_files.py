@@ -1,4 +1,4 @@
-"""common/token_files: corpora, caches, Megatron files, batches."""
+"""common/token_files: corpora, folders of text, Megatron files, batches."""
 
 import os
 import struct
@@ -37,16 +37,15 @@ def small_stdlib(tmp_path, monkeypatch):
 # --- the Python corpus
 
 
-def test_python_corpus_is_source_text_in_order(small_stdlib, tmp_path):
+def test_python_corpus_is_source_text_in_order(small_stdlib):
     corpus = token_files.python_corpus()
     assert bytes(corpus.tokens) == b"c = 2\n\0b = 1\n\0"
     assert not corpus.tokens.flags.writeable
     assert corpus.name.startswith("python-3.")
-    assert token_files.open_tokens("", tmp_path / "cache").name == corpus.name
+    assert token_files.open_tokens("").name == corpus.name
     (small_stdlib / "b.py").write_text("b = 3\n")
     after = token_files.python_corpus()
     assert after.name != corpus.name and b"b = 3" in bytes(after.tokens)
-    assert not (tmp_path / "cache").exists()
 
 
 # --- a folder of text
@@ -67,38 +66,51 @@ def make_folder(root):
     return root
 
 
-def test_folder_joins_text_and_names_what_it_skips(tmp_path, monkeypatch, capsys):
+SKIPPED = "2 files are not UTF-8, skipped: image.bin, late.txt"
+
+
+@pytest.mark.parametrize("rank, said", [(None, SKIPPED), ("0", SKIPPED), ("1", "")])
+def test_folder_joins_text_and_its_first_rank_names_what_it_skips(tmp_path, monkeypatch, capsys, rank, said):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
     folder = make_folder(tmp_path / "books")
-    tokens = token_files.open_tokens(folder, tmp_path / "cache")
-    assert capsys.readouterr().err == f"--data {folder}: 2 files are not UTF-8, skipped: image.bin, late.txt\n"
+    before = sorted(tmp_path.rglob("*"))
+    tokens = token_files.open_tokens(folder)
+    assert capsys.readouterr().err == (f"--data {folder}: {said}\n" if said else "")
     assert bytes(tokens.tokens) == "gr\u00fc\u00dfe\n\0# b\n\0".encode()
-    assert tokens.name.startswith("books-")
-    # The copy is used again.
-    monkeypatch.setattr(text_folder, "_concatenate", None)
-    assert bytes(token_files.open_tokens(folder, tmp_path / "cache").tokens) == bytes(tokens.tokens)
+    assert tokens.tokens.dtype == np.uint8 and not tokens.tokens.flags.writeable and tokens.name == "books"
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_folder_cache_follows_the_folder(tmp_path):
-    folder = make_folder(tmp_path / "books")
-    token_files.open_tokens(folder, tmp_path / "cache")
-    (folder / "b.md").write_bytes(b"# c\n")
-    os.utime(folder / "b.md", ns=(1, 1))
-    assert b"# c" in bytes(token_files.open_tokens(folder, tmp_path / "cache").tokens)
+def test_text_longer_than_a_piece_that_is_read_is_kept_whole(tmp_path):
+    text = "\u00fc\u20ac" * 500_000  # of 5 bytes: pieces end inside of characters
+    (tmp_path / "1.txt").write_text(text)
+    assert bytes(token_files.open_tokens(tmp_path).tokens) == text.encode() + b"\0"
 
 
 @pytest.mark.parametrize("module, limit, value", [(token_files, "MAX_FILES", 4), (text_folder, "MAX_TEXT_BYTES", 11)])
 def test_huge_folder_is_refused_before_anything_is_read(tmp_path, monkeypatch, module, limit, value):
-    root, cache = tmp_path / "root", tmp_path / "cache"
+    root = tmp_path / "root"
     for name in ("a/1.txt", "a/2.txt", "3.txt"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("text")
     monkeypatch.setattr(text_folder, limit, value + 1)
-    assert token_files.open_tokens(root, cache).num_tokens == 3 * 5
+    assert token_files.open_tokens(root).num_tokens == 3 * 5
     monkeypatch.setattr(text_folder, limit, value - 1)
-    monkeypatch.setattr(text_folder, "_concatenate", None)
+    monkeypatch.setitem(vars(text_folder), "open", None)
     with pytest.raises(ValueError, match=rf"^--data {root}: .* files.*: take one of its folders, or make Megatron"):
-        token_files.open_tokens(root, cache / "other")
-    assert not (cache / "other").exists()
+        token_files.open_tokens(root)
+
+
+def test_text_above_a_gibibyte_is_refused_with_its_size(tmp_path, monkeypatch):
+    monkeypatch.setitem(vars(text_folder), "open", None)
+    for name, size in {"a.txt": 2**30, "b.txt": 1}.items():
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, size)
+    said = "1,073,741,825 bytes in 2 files, at most 1,073,741,824 are read as text: take .* Megatron token files"
+    with pytest.raises(ValueError, match=f"^--data {tmp_path}: {said} \\(.bin, .idx\\) of it$"):
+        token_files.open_tokens(tmp_path)
 
 
 def test_the_whole_file_system_is_refused(tmp_path, monkeypatch):
@@ -106,7 +118,7 @@ def test_the_whole_file_system_is_refused(tmp_path, monkeypatch):
     Path("linked").symlink_to("/")
     monkeypatch.setattr(text_folder.os, "walk", None)
     with pytest.raises(ValueError, match="--data /: this is the whole file system"):
-        token_files.open_tokens("linked", tmp_path / "cache")
+        token_files.open_tokens("linked")
 
 
 def test_file_without_a_size_is_not_read(tmp_path, monkeypatch):
@@ -114,7 +126,7 @@ def test_file_without_a_size_is_not_read(tmp_path, monkeypatch):
     (tmp_path / "2.txt").write_text("")
     monkeypatch.setitem(vars(text_folder), "open", None)
     with pytest.raises(ValueError, match="--data .*no UTF-8 text"):
-        token_files.open_tokens(tmp_path, tmp_path / ".cache")
+        token_files.open_tokens(tmp_path)
 
 
 def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
@@ -125,15 +137,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setitem(vars(text_folder), "open", refuse)
     with pytest.raises(ValueError, match=rf"--data {tmp_path}: cannot read {tmp_path}/1.txt \(Permission denied\)"):
-        token_files.open_tokens(tmp_path, tmp_path / ".cache")
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "cache").write_text("a file, no folder")
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "1.txt").write_text("text")
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/cache/.*: (File exists|Not a directory); token files"):
-        token_files.open_tokens(str(tmp_path / "text"), tmp_path / "cache")
+        token_files.open_tokens(tmp_path)
 
 
 # --- Megatron files
@@ -181,29 +185,24 @@ def test_a_folder_of_token_files_is_no_text(tmp_path, documents):
     (tmp_path / "c4").mkdir()
     write_megatron(tmp_path / "c4" / "part", documents)
     with pytest.raises(ValueError, match=rf"^--data {tmp_path}/c4: .* token files .*: --data {tmp_path}/c4/part$"):
-        token_files.open_tokens(str(tmp_path / "c4"), tmp_path / "cache")
+        token_files.open_tokens(str(tmp_path / "c4"))
     (tmp_path / "c4" / "part.idx").write_text("an index of a book")
-    assert token_files.open_tokens(str(tmp_path / "c4"), tmp_path / "cache").num_tokens > 0
+    assert token_files.open_tokens(str(tmp_path / "c4")).num_tokens > 0
 
 
 def test_open_tokens_chooses(small_stdlib, tmp_path, documents):
-    cache = tmp_path / "cache"
     write_megatron(tmp_path / "c4.v1", documents)
-    assert token_files.open_tokens(str(small_stdlib), cache).name.startswith("stdlib-")
+    assert token_files.open_tokens(str(small_stdlib)).name == "stdlib"
     for data in ("c4.v1", "c4.v1.bin", "c4.v1.idx"):
-        assert token_files.open_tokens(str(tmp_path / data), cache).num_tokens == 67
-
-
-def test_copies_of_text_lie_beside_the_runs():
-    assert token_files.CACHE == ROOT / "runs" / ".cache"
+        assert token_files.open_tokens(str(tmp_path / data)).num_tokens == 67
 
 
 def test_open_tokens_names_the_flag(tmp_path):
     with pytest.raises(ValueError, match="--data .*nowhere: neither a folder"):
-        token_files.open_tokens(str(tmp_path / "nowhere"), tmp_path)
+        token_files.open_tokens(str(tmp_path / "nowhere"))
     (tmp_path / "half.idx").write_bytes(b"")
     with pytest.raises(ValueError, match="half.bin is missing"):
-        token_files.open_tokens(str(tmp_path / "half"), tmp_path)
+        token_files.open_tokens(str(tmp_path / "half"))
 
 
 # --- batches
