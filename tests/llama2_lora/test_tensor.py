@@ -148,7 +148,7 @@ def test_ranks_graphed_equal_ranks_eager_bit_for_bit(num_ranks):
     assert first == second and all(len(set(losses)) == 3 for losses in first)
 
 
-# --- gradients and GEMMs
+# --- gradients
 
 
 def gradients():
@@ -174,80 +174,6 @@ def test_each_adapters_gradient_is_that_of_one_process():
         assert ranks.keys() == alone.keys() and len(alone) == 4 * TINY.layers
         for name, ours in ranks.items():
             assert float((torch.tensor(ours) - alone[name]).norm() / alone[name].norm()) < 1e-5, name
-
-
-def exact():
-    """Outputs of a layer's GEMMs and of their adapters, forward and backward, as the whole model has them.
-
-    All factors are small integers: no sum rounds, in whatever order.
-    """
-    config = replace(EXACT, tp=own_rank()[1])
-    state, generator = make_state(config, torch.float32), torch.Generator().manual_seed(0)
-    stack, rank, layer = state.stack, state.tensor.rank, 1
-
-    def integers(*shape):
-        return torch.randint(-4, 5, shape, generator=generator).float()
-
-    def own(name, *shape):
-        return shards.shard_of(config, name, integers(*shape), rank)
-
-    def own_columns(rows, name):
-        """Part of a tensor [s, outputs of a column-parallel matrix]."""
-        return shards.shard_of(config, name, integers(rows, config.matrices[name][0]).t(), rank).t()
-
-    weights, c, s, work = state.stack.weights.layers[layer], config, config.sequence, stack.work
-    for name, shape in c.matrices.items():
-        weights[name].value.copy_(own(name, *shape))
-    for name, shape in c.adapters.items():
-        state.adapters.layers[layer][name].copy_(own(name, *shape))
-    stack.inputs["positions"].zero_()
-    x = integers(s, c.hidden)
-    stack._view("operand", c.hidden).copy_(x), stack._view("dropped", c.hidden).copy_(x)
-    qkv = torch.empty(s, stack.config.qkv_width)
-    stack._qkv(layer, qkv, recompute=False)
-    found = {"qkv": collected(state, "qkv", qkv)}
-    attended = own("proj", s, c.q_width)
-    for name in ("operand", "dropped"):
-        stack._view(name, stack.config.q_width).copy_(attended)
-    stack._proj(layer, recompute=False)
-    found["proj"] = work["proj"]
-    stack._multiply(layer, "fc2", own("fc2", s, c.ffn), work["fc2"])
-    state.tensor.sum_(work["fc2"])
-    found["fc2"] = work["fc2"]
-    for name in ("qkv", "fc1"):
-        grad = torch.empty(s, c.hidden)
-        stack._multiply_back(layer, name, own_columns(s, name), grad)
-        state.tensor.sum_(grad)
-        found[f"{name} backward"] = grad
-    state.adapters.grads.zero_()
-    grads = {"qkv": own_columns(s, "qkv"), "proj": integers(s, c.hidden)}
-    dropped = {"qkv": x, "proj": attended}
-    for name, a in zip(grads, work["a"][layer], strict=True):
-        through = torch.empty_like(dropped[name])
-        stack._adapter_backward(layer, name, grads[name], a, dropped[name], through)
-        if name == "qkv":
-            state.tensor.sum_(through)
-        found[f"{name} through"] = through if name == "qkv" else collected(state, "proj.a", through)
-    state.adapters.collect()
-    state.reduce_gradients()
-    found |= whole_adapters(state, state.adapters.main_grad)
-    return {name: tensor.tolist() for name, tensor in found.items()}
-
-
-def collected(state, name, part):
-    """[s, columns] of all ranks; columns are those of a row-parallel matrix, or outputs of a column-parallel one."""
-    rows = part.t().contiguous()
-    every = rows.new_empty(state.tensor.size * len(rows), rows.shape[1])
-    collectives.all_gather_into_(every, rows, state.tensor.group)
-    parts = every.chunk(state.tensor.size)
-    return (torch.cat(parts) if name == "proj.a" else shards.unsharded(state.config, name, list(parts))).t()
-
-
-def test_gemms_of_two_ranks_are_one_process_bit_for_bit_where_no_sum_rounds():
-    alone = exact()
-    assert len(alone) == 7 + 4 * TINY.layers
-    for ranks in gloo_ranks.run(__name__, "exact", 2):
-        assert [name for name, each in ranks.items() if each != alone[name]] == []
 
 
 # --- parts

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.capture.pool import Pool
 from common.variant import CaptureError, Unsupported
 from llama31 import train
 from llama31.config import PRESETS
@@ -104,31 +103,6 @@ def test_train_validate_train_gives_eagers_losses():
         variant.close()
     # A validation leaves no trace in what is trained.
     assert state.read_losses(4) == follow_eager(state, 4)[0]
-
-
-@pytest.mark.parametrize("name", VALIDATING)
-def test_eager_passes_come_before_the_first_capture(name, monkeypatch):
-    """It empties the allocator's cache; what an eager pass allocated later would lie beside the graphs' memory."""
-    state, happened = make(precision="bf16", layers=1), []
-    capture, run_layers = Pool.capture, state.run_layers
-
-    def captured(pool, *arguments):
-        happened.append("capture")
-        result = capture(pool, *arguments)
-        happened.append("captured")
-        return result
-
-    def ran(*arguments, **named):
-        happened.append("validation" if not torch.is_grad_enabled() else "training")
-        return run_layers(*arguments, **named)
-
-    monkeypatch.setattr(Pool, "capture", captured)
-    monkeypatch.setattr(state, "run_layers", ran)
-    made(name, state).close()
-    first = happened.index("capture")
-    assert {"training", "validation"} <= set(happened[:first])
-    assert all("capture" in happened[index - 4 : index] for index, what in enumerate(happened) if index > first
-               and what in ("training", "validation"))  # fmt: skip
 
 
 def test_a_held_out_batch_is_no_training_batch():

@@ -1,6 +1,5 @@
 """stable_diffusion/train and state: the ladder's variants against eager, overflows, storms, several ranks."""
 
-import contextlib
 import itertools
 import json
 from dataclasses import replace
@@ -8,14 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.capture.pool import Pool
-from common.compiled import Compiled
 from common.machine import host_state, memory
 from common.variant import Unsupported, leave
 from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS, learning_rate
 from stable_diffusion.state import LEAST_SIZE, State, schedule
-from stable_diffusion.train import GraphedStep, eager_step, training_step
+from stable_diffusion.train import eager_step, training_step
 from tests.helpers import contracts, gloo_ranks
 from tests.helpers.by_hand import trained
 
@@ -301,20 +298,6 @@ def test_eager_torch_launches_no_kernel_of_ours():
 def test_compiled_variants_are_unsupported_on_the_host(name, graphed):
     with pytest.raises(Unsupported, match="measured on a GPU only"):
         make(name, graphed[0])
-
-
-def test_graph_step_compile_captures_the_compiled_unet_and_leaves_eager_s(graphed, monkeypatch):
-    """With a compiler that marks what it is given."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: ("compiled", function))
-    monkeypatch.setattr("common.compiled.require_compiler", lambda device: None)
-    monkeypatch.setattr(Pool, "adopt", lambda pool, is_borrowed: contextlib.nullcontext())
-    for name in ("compile_steps", "step"):
-        monkeypatch.setattr(Compiled, name, lambda *arguments: None)
-    state, captured = graphed[0], []
-    monkeypatch.setattr(GraphedStep, "__init__", lambda self, state, capture: captured.append(state.model))
-    made = make("graph_step_compile", state)
-    assert captured == [("compiled", state.unet)] and state.model is state.unet
-    assert "torch.compile" in made.capture.strategy
 
 
 def test_a_batch_that_cannot_fit_is_an_oom_row_with_bytes(monkeypatch, tmp_path):

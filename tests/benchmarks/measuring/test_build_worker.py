@@ -21,12 +21,13 @@ class Answers:
     """A worker that has built a state with these facts."""
 
     def __init__(self, **facts):
-        self.facts = FACTS | facts
+        self.facts, self.asked = FACTS | facts, []
 
     def wait(self):
         return 1.0
 
     def call(self, command, limit_s):
+        self.asked.append((command, limit_s))
         return {"say": "done", **self.facts}
 
     def end(self):
@@ -39,46 +40,6 @@ def own(tmp_path):
     made = BuildWorker(request, Settings(), Partial(tmp_path / f"a{SUFFIX}"), tmp_path / "log", print)
     made.partial.add("worker", build="", **FACTS)
     return made
-
-
-def test_a_later_worker_with_the_same_model_goes_on(own):
-    assert own._built(Answers(), {})["config"]["layers"] == 8
-
-
-def test_the_first_worker_of_a_run_measures_the_pace_of_its_host(own, tmp_path):
-    asked = []
-    for known in (own.partial, Partial(tmp_path / f"b{SUFFIX}")):
-        worker = Answers()
-        worker.call = lambda command, limit_s: asked.append(command["pace"]) or {"say": "done", **FACTS}
-        own.partial = known
-        own._built(worker, {})
-    assert asked == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"config": {"layers": 6, "batch": 4}}, "layers 6 in the place of 8"),
-        ({"flops_per_step": 1.5}, "flops_per_step 1.5 in the place of 2.0"),
-        ({"period": 3}, "period 3 in the place of None"),
-    ],
-)
-def test_a_later_worker_with_another_model_ends_the_build(own, facts, said):
-    """A GPU whose memory somebody else takes may hold fewer layers."""
-    with pytest.raises(WorkerEnded, match=said) as ended:
-        own._built(Answers(**facts), {})
-    assert ended.value.kind == "error"
-
-
-def test_a_block_is_given_up_when_it_lasts_far_longer_than_its_pilot(own):
-    own.paces = {"eager": {"ms": 300.0, "reset_s": 0.5}, "short": {"ms": 1.0, "reset_s": 0.0}}
-    block = {"do": "block", "untimed": 1, "timed": 20, "drained": 1}
-    assert own._limit_s("eager", block) == 20 * (22 * 0.3 + 0.5)
-    assert own._limit_s("short", block) == 60
-    # A capture may compile, and a variant without a pilot take any time.
-    assert own._limit_s("eager", {"do": "capture"}) == own._limit_s("other", block) == 600
-    own.settings = Settings(limit_s=8)
-    assert own._limit_s("eager", block) == 8
 
 
 KILLED = WorkerEnded("error", "the worker was ended by SIGKILL", signal=signal.SIGKILL)
@@ -108,6 +69,50 @@ def starts(monkeypatch, *made):
     left = list(made)
     monkeypatch.setattr("benchmarks.measuring.build_worker.Worker", lambda *words: left.pop(0))
     return left
+
+
+def test_the_first_worker_of_a_run_measures_the_pace_of_its_host(own, monkeypatch, tmp_path):
+    own.request.command = lambda variant: []
+    workers = [Answers(), Answers()]
+    starts(monkeypatch, *workers)
+    for known in (own.partial, Partial(tmp_path / f"b{SUFFIX}")):
+        own.partial = known
+        own.ask("eager", {"do": "capture"})
+        own.end()
+    assert [worker.asked[0][0]["pace"] for worker in workers] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"config": {"layers": 6, "batch": 4}}, "layers 6 in the place of 8"),
+        ({"flops_per_step": 1.5}, "flops_per_step 1.5 in the place of 2.0"),
+        ({"period": 3}, "period 3 in the place of None"),
+    ],
+)
+def test_a_later_worker_with_another_model_ends_the_build(own, monkeypatch, facts, said):
+    """A GPU whose memory somebody else takes may hold fewer layers."""
+    own.request.command = lambda variant: []
+    starts(monkeypatch, Answers(**facts))
+    with pytest.raises(WorkerEnded, match=said) as ended:
+        own.ask("eager", {"do": "capture"})
+    assert ended.value.kind == "error"
+
+
+def test_a_block_is_given_up_when_it_lasts_far_longer_than_its_pilot(own, monkeypatch):
+    own.request.command = lambda variant: []
+    worker = Answers()
+    starts(monkeypatch, worker)
+    own.ask("eager", {"do": "capture"})
+    own.paces = {"eager": {"ms": 300.0, "reset_s": 0.5}, "short": {"ms": 1.0, "reset_s": 0.0}}
+    block = {"do": "block", "untimed": 1, "timed": 20, "drained": 1}
+    # A capture may compile, and a variant without a pilot take any time.
+    for variant, command in (("eager", block), ("short", block), ("other", block), ("eager", {"do": "capture"})):
+        own.ask(variant, command)
+    own.settings = Settings(limit_s=8)
+    own.ask("eager", block)
+    _, _, *limits_s = (limit_s for _, limit_s in worker.asked)
+    assert limits_s == [20 * (22 * 0.3 + 0.5), 60, 600, 600, 8]
 
 
 @pytest.mark.parametrize("how", [KILLED, SILENT, WorkerEnded("error", "broken", exit_status=1)], ids=str)

@@ -36,26 +36,6 @@ def test_a_thread_of_python_has_its_name_and_lines_are_few_and_unlike():
     assert found == [f"cuCall{index} in loader: no" for index in range(error_log.MOST_LINES)]
 
 
-class Driver:
-    """A driver whose log has ended at 5."""
-
-    def cuLogsCurrent(self, place, flags):
-        place._obj.value = 5
-        return 0
-
-    def cuLogsDumpToMemory(self, place, buffer, size, flags):
-        assert (place._obj.value, size._obj.value, flags) == (5, len(buffer), 0)
-        buffer.value = b"[0][1][CUDA][E][cuEventQuery] no\n"
-        return 0
-
-
-@pytest.mark.parametrize(("driver", "place", "count"), [(None, None, 0), (object(), None, 0), (Driver(), 5, 1)])
-def test_log_is_read_from_where_it_ended_and_empty_without_a_driver_that_has_one(monkeypatch, driver, place, count):
-    monkeypatch.setattr(error_log, "_driver", lambda: driver)
-    assert error_log.end() == place
-    assert len(error_log.since(error_log.end())) == count
-
-
 @pytest.mark.gpu
 def test_failed_capture_names_the_call_in_its_log():
     with torch.cuda.stream(torch.cuda.Stream()):

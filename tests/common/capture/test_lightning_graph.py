@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from common.capture.lightning import CUDAGraphCallback
-from common.capture.pool import CaptureError, StaticInputs
+from common.capture.pool import CaptureError
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -125,18 +125,6 @@ def test_a_graphed_fit_equals_an_eager_one_bit_for_bit():
     assert not {"optimizer_step", "training_step", "log"} & vars(graphed[1]).keys() and callback.pool is None
     fit(callback, graphed[1], max_epochs=1)
     assert callback.num_replays == steps + BATCHES - 2 * (WARM + 1)
-
-
-@pytest.mark.parametrize("broken", ["inputs", "loss"])
-def test_a_broken_callback_is_caught(broken, monkeypatch):
-    """Check that the test above would find a replay of stale inputs or stale results."""
-    if broken == "inputs":
-        monkeypatch.setattr(StaticInputs, "load", lambda self, batch: None)
-    else:
-        monkeypatch.setattr(torch.Tensor, "clone", lambda self, **kwargs: self.detach(), raising=True)
-    graphed = fit(CUDAGraphCallback(warmup_steps=WARM))
-    monkeypatch.undo()
-    assert difference(graphed, fit()) is not None
 
 
 @pytest.mark.parametrize("settings", [{"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}], ids=str)

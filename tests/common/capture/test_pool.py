@@ -142,38 +142,6 @@ def cuda(monkeypatch):
     gc.enable()
 
 
-def test_cuda_capture_in_order_without_the_collector(cuda):
-    device, log = cuda
-    pool = Pool(device)
-    graph, result = pool.capture(lambda: log.append(("fn", gc.isenabled())) or "result")
-    assert result == "result" and pool.graphs == [graph] and graph.graph.kept
-    assert log == [
-        "clear workspaces",
-        "empty cache",
-        "synchronize",
-        ("begin", (0, 1), "thread_local", False),
-        ("fn", False),
-        ("end", False),
-        "instantiate",
-        "clear workspaces",
-    ]
-    graph.replay()
-    graph.replay()
-    assert log[-2:] == ["replay", "replay"] and pool.num_replays == 2
-    pool.release()
-    assert log[-1] == "reset" and pool.graphs == [] and pool.num_replays == 0
-    graph.release()
-    assert log.count("reset") == 1
-
-
-def test_cuda_capture_needs_a_side_stream(cuda, monkeypatch):
-    device, log = cuda
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "default")
-    with pytest.raises(AssertionError, match="side stream"):
-        Pool(device).capture(lambda: None)
-    assert log == ["clear workspaces", "empty cache", "clear workspaces"]
-
-
 def synchronises():
     raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might be")
 

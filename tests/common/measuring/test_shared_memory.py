@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,13 +37,6 @@ def as_before(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name, None), raising=False)
     yield
     torch._C._set_multithreading_enabled(True)
-
-
-def test_backward_passes_run_on_the_thread_whose_memory_is_shared(monkeypatch, as_before):
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda: SimpleNamespace(id=(0, 1)))
-    assert torch._C._is_multithreading_enabled()
-    shared_memory.share()
-    assert not torch._C._is_multithreading_enabled()
 
 
 @pytest.mark.gpu

@@ -216,12 +216,13 @@ def test_a_checkpoint_that_saves_the_random_state_runs_eagerly_and_says_so():
 
 
 def test_an_operator_on_functions_is_a_reason_in_words():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    graph.call_function(torch.ops.higher_order.cond, (x, None, None, ()))
-    graph.output(x)
-    module = torch.fx.GraphModule(nn.Module(), graph)
-    assert "calls cond" in backend._reason_against(module, [torch.ones(2)])
+    @torch.compile(backend="parameterized")
+    def either(x):
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    x = torch.ones(2)
+    assert torch.equal(either(x), x.sin())
+    assert states() == [("inference 0", "eager")] and "calls cond" in rows()[0]["reason"]
 
 
 def test_a_graph_that_no_capture_holds_stays_eager_where_released_regions_are_captured_again():
@@ -234,10 +235,3 @@ def test_a_graph_that_no_capture_holds_stays_eager_where_released_regions_are_ca
         assert torch.equal(scaled(x), x * 5)
         assert [(region.state, "symbolic" in region.reason) for region in collected.all] == [("eager", True)]
         collected.release()
-
-
-def test_inputs_on_several_devices_are_a_reason_whatever_the_compiler_says():
-    """The compiler takes the seeds of attention for tensors of the GPU; eager returns them on the CPU."""
-    inputs = [torch.ones(3), torch.ones(3, device="meta")]
-    assert backend._reason_against_inputs(inputs, ()) == "its inputs are on several devices"
-    assert not backend._reason_against_inputs(inputs[:1] * 2, ())

@@ -1,9 +1,11 @@
 """common/capture/parameterized on a GPU: launches on other memory against eager, bit for bit."""
 
+import functools
 import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 
 from common.capture import memory
 from common.capture.checks import CaptureError, RegionRefused
-from common.capture.parameterized import backend, gpu, random_state
+from common.capture.parameterized import backend, driver, gpu, nodes, random_state
 from common.capture.pool import Pool
 from stable_diffusion import kernels
 from tests.helpers import shaken
@@ -109,6 +111,21 @@ def test_a_tensor_that_only_the_closure_holds_is_read_as_it_was(device):
     others = [torch.full((MIB,), 5.0, device=device) for _ in range(8)]
     assert region(torch.ones(MIB, device=device)).unique().tolist() == [3.0]
     del others
+
+
+def test_a_released_region_frees_what_it_held_and_is_refused(device):
+    def make():
+        three = torch.full((4,), 3.0, device=device)
+        return Captured(lambda x: x * three, [torch.ones(4, device=device)]), weakref.ref(three)
+
+    region, three = make()
+    result = region(torch.ones(4, device=device))
+    for _ in range(2):
+        region.region.release()
+    gc.collect()
+    assert three() is None and result.tolist() == [3.0] * 4
+    with pytest.raises(CaptureError, match="was released"):
+        region(torch.ones(4, device=device))
 
 
 def test_linear_with_packed_parameters(device):
@@ -247,17 +264,54 @@ def test_a_launch_draws_from_the_state_that_the_generator_has_now(device):
     x, draws = torch.ones(10000, device=device), random_state.generator(device)
     parameterized = Captured(run, [x])
     own, other = draws.graphsafe_get_state(), draws.clone_state()
-    other.manual_seed(11)
+    # Kept as a number of 64 bits without a sign.
+    other.manual_seed(-5)
     found = []
     for function in (parameterized, run):
         draws.manual_seed(5)
-        other.manual_seed(11)
+        other.manual_seed(-5)
         for state in (own, other, own):
             draws.graphsafe_set_state(state)
             found.append(function(x))
         draws.graphsafe_set_state(own)
         found.append(torch.tensor([own.get_offset(), other.get_offset()]))
     assert same(found[:4], found[4:])
+
+
+def test_a_launch_that_fails_draws_nothing_and_the_next_one_is_right(device, monkeypatch):
+    """An eager run in its place draws the same numbers."""
+
+    def fails(executable, stream):
+        raise driver.DriverError("launching a graph: no")
+
+    x = torch.ones(10000, device=device)
+    region = Captured(lambda x: F.dropout(x, 0.5), [x])
+    state, launches = torch.cuda.get_rng_state(), region.report["launches"]
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "launch", fails)
+        with pytest.raises(driver.DriverError):
+            region(x)
+    assert torch.equal(torch.cuda.get_rng_state(), state) and region.report["launches"] == launches
+    result = region(x)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(result, F.dropout(x, 0.5))
+
+
+def test_a_region_draws_nothing_while_another_thread_captures(device):
+    x, failures = torch.ones(1000, device=device), []
+    region = Captured(lambda x: F.dropout(x, 0.5), [x])
+
+    def draw():
+        try:
+            region(x)
+        except CaptureError as error:
+            failures.append(str(error))
+
+    with random_state.aside(device):
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join()
+    assert len(failures) == 1 and "while another thread captures" in failures[0]
 
 
 @pytest.mark.parametrize("tracker", ["graphsafe_set_state", "set_state"])
@@ -391,6 +445,17 @@ def test_addresses_that_stay_are_not_patched_again(device):
     assert torch.equal(result[0], x.sin().cos())
 
 
+def test_only_nodes_with_an_address_that_moved_are_set(device, monkeypatch):
+    monkeypatch.setattr(gpu, "_MAX_EXECUTABLES", 1)
+    x, y, other = (torch.randn(1000, device=device) for _ in range(3))
+    parameterized = Captured(lambda x, y: [x.sin().cos(), y + 1], [x, y])
+    parameterized(x, y)
+    before = parameterized.report["patched"]
+    result = parameterized(x, other)
+    assert parameterized.report["patched"] - before == 1
+    assert same(result, [x.sin().cos(), other + 1])
+
+
 def test_an_executable_that_moves_is_bitwise_eager_and_cheap(device, monkeypatch):
     monkeypatch.setattr(gpu, "_MAX_EXECUTABLES", 4)
     run, make = training(device, dropout=0.1, layers=8)
@@ -480,6 +545,7 @@ def test_attention_whose_seeds_are_on_the_cpu_runs_eagerly(device):
 def refusals():
     host = torch.randn(64, 64).pin_memory() if torch.cuda.is_available() else torch.ones(1)
     counter, kept = [0], []
+    before = functools.cache(lambda device: torch.ones(3, device=device))
 
     def counts(x):
         counter[0] += 1
@@ -493,6 +559,7 @@ def refusals():
     yield "a copy from the host", lambda x: x + host.to(x.device, non_blocking=True), "memory of the host"
     yield "a number that changes", counts, "elementwise"
     yield "a tensor that is kept", keeps, "keeps 1 tensors"
+    yield "a result from before", lambda x: [x + 1, before(x.device)], "result 1 was made before the region"
 
 
 @pytest.mark.parametrize(("run", "message"), [case[1:] for case in refusals()], ids=[case[0] for case in refusals()])
@@ -501,6 +568,35 @@ def test_a_region_that_would_be_wrong_is_refused_and_torch_goes_on(device, run, 
         Captured(run, [torch.randn(64, 64, device=device)])
     assert torch.equal(torch.ones(3, device=device) + 1, torch.full((3,), 2.0, device=device))
     check(lambda x: [F.dropout(x, 0.5)], lambda: [torch.randn(64, 64, device=device)])
+
+
+def test_a_node_that_cannot_move_is_refused_by_name(device):
+    graph, child = (driver.call("cuGraphCreate", 0) for _ in range(2))
+    driver.call("cuGraphAddEmptyNode", child, None, 0)
+    driver.call("cuGraphAddChildGraphNode", graph, None, 0, child)
+    with pytest.raises(RegionRefused, match="node 0 is a graph node"):
+        nodes.read_nodes(graph)
+
+
+def test_a_collective_is_refused_by_name(device):
+    triton = pytest.importorskip("triton")
+
+    @triton.jit
+    def ncclDevKernel_AllReduce(pointer):
+        pass
+
+    def run(x):
+        ncclDevKernel_AllReduce[(1,)](x)
+        return [x + 1]
+
+    with pytest.raises(RegionRefused, match="is a collective, ncclDevKernel_AllReduce"):
+        Captured(run, [torch.ones(8, device=device)])
+
+
+def test_an_input_on_another_device_is_refused(device):
+    region = Captured(lambda x: x + 1, [torch.ones(8, device=device)])
+    with pytest.raises(RegionRefused, match="an input is on another device than before"):
+        region(torch.ones(8))
 
 
 def test_a_missed_address_is_found_by_the_first_launches(device, monkeypatch):
@@ -643,6 +739,7 @@ def test_a_region_of_another_device_than_the_current_one():
 
 def test_threads_capture_and_launch_at_once(device):
     layers = [nn.Linear(256, 256, device=device).requires_grad_(False) for _ in range(3)]
+    shared = Captured(layers[0], [torch.randn(32, 256, device=device)])
     wrong = []
 
     def work(layer):
@@ -650,7 +747,7 @@ def test_threads_capture_and_launch_at_once(device):
             region = Captured(layer, [torch.randn(32, 256, device=device)])
             for _ in range(20):
                 x = torch.ones(32, 256, device=device)
-                if not torch.equal(region(x), layer(x)):
+                if not (torch.equal(region(x), layer(x)) and torch.equal(shared(x), layers[0](x))):
                     wrong.append(layer)
 
     threads = [threading.Thread(target=work, args=(layer,)) for layer in layers]

@@ -3,12 +3,14 @@
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from common.capture.checks import CaptureError, RegionRefused
+from common.capture.parameterized import driver
 from tests.helpers.host_graph_cases import same
 from tests.helpers.regions import Captured
 
@@ -220,3 +222,12 @@ def test_threads_launch_and_capture_while_another_one_captures():
         thread.join()
     assert not failures
     assert same(results, [ones(3) * 2] * 3)
+
+
+@pytest.mark.parametrize("bindings", [None, SimpleNamespace(CUDA_VERSION=12090)])
+def test_without_cuda_bindings_13_a_region_is_refused_in_one_line(monkeypatch, bindings):
+    monkeypatch.setattr(driver, "cu", bindings)
+    with pytest.raises(
+        RegionRefused, match="^parameterized launches need cuda-bindings: pip install 'cuda-bindings==13"
+    ):
+        driver.require()
