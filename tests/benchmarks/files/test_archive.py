@@ -7,10 +7,10 @@ from statistics import fmean, geometric_mean
 
 import pytest
 
-from benchmarks import ROOT
 from benchmarks.files import archive
 from benchmarks.files.archive import ArchivedHost
 from benchmarks.files.workload import Workload
+from common.folders import ROOT
 
 ARCHIVE = ROOT / "results" / "archive"
 # Names of today, as results/archive/README.md has them.
