@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
