@@ -46,18 +46,14 @@ def requests(args: argparse.Namespace, machine: dict) -> list[tuple[str, ask.Ask
 
 def _request(asked, machine) -> ask.Ask | str:
     try:
-        first = ask.ask_of(asked, asked.model, machine)
-        asked.variants = ",".join(["eager", _graph_of(first.description)])
+        described = ask.ask_of(asked, asked.model, machine).description
+        is_usual = USUAL in described["headline"] and described["kinds"][USUAL] == "graph"
+        asked.variants = f"eager,{USUAL if is_usual else script.first_graph(described)}"
         chosen = ask.ask_of(asked, asked.model, machine)
     except Mistake as mistake:
         return str(mistake)
     chosen.builds = chosen.builds[:1]
     return chosen
-
-
-def _graph_of(description) -> str:
-    is_usual = USUAL in description["headline"] and description["kinds"][USUAL] == "graph"
-    return USUAL if is_usual else script.first_graph(description)
 
 
 def census(args: argparse.Namespace) -> int:
@@ -86,7 +82,8 @@ def census(args: argparse.Namespace) -> int:
             measured = partial.folded(facts.facts)
             for note in sorted({note for build in measured.builds.values() for note in build.notes}):
                 print(printable(f"  {note}"))
-            reason = _why_not(measured)
+            verdicts = [verdict for build in judge.judged(measured).values() for verdict in build.verdicts.values()]
+            reason = next((f"{each.status}: {each.reason}" for each in verdicts if each.status != judge.PASS), "")
             if reason:
                 # A run that is kept says it by its facts.
                 print(printable(f"  {reason}"))
@@ -95,12 +92,6 @@ def census(args: argparse.Namespace) -> int:
             done.append((facts, measured))
             longest_s = max(longest_s, time.monotonic() - start_s)
     return _sealed(args, asks[0][1], done, left_out, time.monotonic() - begin_s)
-
-
-def _why_not(measured: Run) -> str:
-    """Return the first reason why a run has not all times, or ""."""
-    verdicts = [each for own in judge.judged(measured).values() for each in own.verdicts.values()]
-    return next((f"{each.status}: {each.reason}" for each in verdicts if each.status != judge.PASS), "")
 
 
 def _has_base(measured: Run) -> bool:

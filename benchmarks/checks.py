@@ -286,7 +286,7 @@ def _training_fault(variant, reference, build, run) -> Found | None:
             return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}", cycle)
         deviations.append(deviation)
         pairs.append((own, other))
-        found = _movement_fault(own, other)
+        found = _other_movement(own, other, Fault.MOVEMENT, f"a block of cycle {own.cycle} moved", MOVED_TOLERANCE)
         if found:
             return found
     still = _still_tensors(pairs)
@@ -298,10 +298,6 @@ def _training_fault(variant, reference, build, run) -> Found | None:
         said = f"its losses differ from the reference's by {middle:.1e} in most cycles"
         return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}", variant.blocks[-1].cycle)
     return None
-
-
-def _movement_fault(own: Block, other: Block) -> Found | None:
-    return _other_movement(own, other, Fault.MOVEMENT, f"a block of cycle {own.cycle} moved", MOVED_TOLERANCE)
 
 
 def _other_movement(own: Block | Trained, other: Block | Trained, fault, where, tolerance) -> Found | None:

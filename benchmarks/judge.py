@@ -20,7 +20,7 @@ from benchmarks.checks import (
     fault_of,
     scatter_of_losses,
 )
-from benchmarks.files.facts import Block, Build, Course, Run, Variant
+from benchmarks.files.facts import Block, Build, Course, Run
 from benchmarks.statistics import Ratio
 from common.measuring.parity import SCATTER_FACTOR, Agreement, agreement, loss_deviation
 
@@ -144,7 +144,9 @@ class Judged:
         if not own or not blocks:
             return 0.0
         if self.run.device == "cpu":
-            alone = [ms for each in self.build.variants.values() for ms in self._repetitions_ms(each)]
+            referring = [variant for variant in self.build.variants.values() if variant.reference == self.base]
+            repeated = [audit.repetition for variant in referring for audit in variant.audits]
+            alone = [plain.median(repetition.step_ms) for repetition in repeated if repetition is not None]
             typical_ms = min(block.typical_ms for block in blocks)
             ratio, least = typical_ms / plain.median(alone or [math.inf]), SLOWED_CPU
         elif own.alone and len(own.alone.step_ms) >= blocks[0].steps:
@@ -155,13 +157,6 @@ class Judged:
         if control is not None:
             least = max(least, control.high, 1 / control.low if control.low > 0 else math.inf)
         return ratio if ratio > least else 0.0
-
-    def _repetitions_ms(self, variant: Variant) -> list[float]:
-        """The medians of the base's blocks that have repeated the variant's audits in another process."""
-        if variant.reference != self.base:
-            return []
-        found = [each.repetition for each in variant.audits if each.repetition is not None]
-        return [plain.median(each.step_ms) for each in found]
 
     def busy_ms(self, name: str) -> float | None:
         """Return the GPU's busy time in a step."""
@@ -302,7 +297,9 @@ def _parity_fault(run, build, name, before, after) -> Found | None:
     if before is None or after is None or reference is None:
         when = "before" if before is None else "after"
         return Found(Fault.NOT_COMPARED, f"nothing compares its training with the reference's {when} its blocks")
-    if not before.is_within(_allowed_before(own, reference)):
+    # Two runs of the reference are mostly equal.
+    allowed = own.promise if isinstance(own.promise, float) else SCATTER_FACTOR * _scatter(reference.parity)
+    if not before.is_within(allowed):
         return Found(Fault.PARITY, f"parity: differs by {before} from step {before.step}")
     anchor = build.variants.get(build.anchor, reference)
     scatter = min(max(_scatter(reference.after), scatter_of_losses(anchor)), LARGEST_OF_ONE_BLOCK)
@@ -313,13 +310,6 @@ def _parity_fault(run, build, name, before, after) -> Found | None:
     if not after.is_within(allowed):
         return Found(Fault.PARITY_AFTER, f"parity after its blocks: differs by {after}, eager runs by {scatter:.1e}")
     return None
-
-
-def _allowed_before(own: Variant, reference: Variant) -> float:
-    """The declared difference of losses, or twice that of two runs of the reference, which are mostly equal."""
-    if isinstance(own.promise, float):
-        return own.promise
-    return SCATTER_FACTOR * _scatter(reference.parity)
 
 
 def _scatter(courses: Sequence[Course]) -> float:

@@ -168,20 +168,14 @@ def _not_measured(own: Judged, passed, wrong) -> str:
         parts.append("Not measured: there is no GPU.")
     ceiling = own.ceiling(own.base) if own.base else None
     if ceiling is not None:
-        parts.append(_ceiling(own, ceiling))
+        gain = "has little to remove" if ceiling < LEAST_GAIN else f"may gain up to {ceiling:.2f}x"
+        parts.append(f"A graph {gain}: a step takes {milliseconds(own.ms(own.base))} ms,")
+        parts.append(f"the GPU is busy for {milliseconds(own.busy_ms(own.base))} ms.")
     if passed:
         parts.append(f"Graphs that train as eager does: {', '.join(passed)}.")
     if wrong:
         parts.append(f"Wrong numbers: {', '.join(wrong)}.")
     return " ".join(parts) or "Not measured."
-
-
-def _ceiling(own: Judged, ceiling: float) -> str:
-    times = f"a step takes {milliseconds(own.ms(own.base))} ms, "
-    times += f"the GPU is busy for {milliseconds(own.busy_ms(own.base))} ms"
-    if ceiling < LEAST_GAIN:
-        return f"A graph has little to remove: {times}."
-    return f"A graph may gain up to {ceiling:.2f}x: {times}."
 
 
 def _measured(own: Judged, passed, wrong) -> tuple[int, str]:

@@ -237,7 +237,8 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
             if not (parity in (None, "bitwise") or (isinstance(parity, float) and 0 <= parity < 1)):
                 raise ValueError(f"{place}: parity {parity!r} is not 'bitwise', None, or a float from 0.0 to below 1.0")
             text = (ast.get_docstring(node) or "").split("\n")[0].rstrip(".")
-            own = {"name": name, "modules": (module,), "place": place, "takes_index": _takes_index(node), "help": text}
+            takes_index = isinstance(node, ast.FunctionDef) and "capture" not in {each.arg for each in node.args.args}
+            own = {"name": name, "modules": (module,), "place": place, "takes_index": takes_index, "help": text}
             found[name] = Declared(**own | literals)
     _require_references(modules[0], found)
     return found
@@ -258,10 +259,6 @@ def _decorated(tree):
             for call in reversed(node.decorator_list):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "variant":
                     yield node, call
-
-
-def _takes_index(node):
-    return isinstance(node, ast.FunctionDef) and "capture" not in {each.arg for each in node.args.args}
 
 
 def _require_references(module, found):

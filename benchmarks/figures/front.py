@@ -27,7 +27,9 @@ def gain(found: Found) -> Page:
     if not lines:
         raise NotDrawn("no graph on a GPU has a gain")
     reached = [mark for mark in runs.reached(runs.on_gpus(found.rows)) if not mark.point.is_busy]
-    gpus = _gpus(lines, reached)
+    names = {gpu.gpu for line in lines for gpu in line.gpus}
+    names |= {headlines.short(mark.row.workload.gpu) for mark in reached}
+    gpus = {name: MARKS[index % len(MARKS)] for index, name in enumerate(sorted(names, reverse=True))}
     note = "Left: a mark is one host's mean step, over the graph's median with that GPU. Right: a mark is a graph in "
     note += "one run; the line is its ceiling, the eager step / the time that the GPU is busy in it."
     height = max(ROW * len(lines), TALL + 0.55 + 0.2 * (len(gpus) + 3))
@@ -59,13 +61,6 @@ def _spread(hosts: Sequence[HostMeans], name: str) -> float:
 def _percent(ratio: float) -> str:
     value = 100 * (ratio - 1)
     return f"{value:.0f} %" if abs(value) >= 10 else f"{value:.1f} %"
-
-
-def _gpus(lines: Sequence[Headline], reached: Sequence[Reached]) -> dict[str, str]:
-    """Return GPU -> its mark."""
-    names = {own.gpu for line in lines for own in line.gpus}
-    names |= {headlines.short(mark.row.workload.gpu) for mark in reached}
-    return {name: MARKS[index % len(MARKS)] for index, name in enumerate(sorted(names, reverse=True))}
 
 
 def _hosts(page: Page, lines: Sequence[Headline], gpus: dict[str, str]) -> None:

@@ -15,7 +15,10 @@ ROW, NAMES = 0.24, 3.0  # inches
 
 def ranks(found: Found) -> Page:
     """Draw each variant's 5th to 95th percentile over its mean step; raise NotDrawn without several ranks."""
-    lines = [(name, point, own) for name, point in _of_ranks(found) if (own := _ends(point))]
+    rows = [row for row in runs.on_gpus(found.rows) if row.workload.ranks > 1 and not row.workload.busy]
+    points = [(row.workload.name, point) for row in rows if not row.control for point in row.points]
+    passed = [(name, point) for name, point in points if point.verdict.status == PASS]
+    lines = [(name, point, own) for name, point in passed if (own := _ends(point))]
     if not lines:
         raise NotDrawn("no run of several ranks on a GPU has steps")
     lines.sort(key=lambda line: (line[0], line[1].run.id, line[1].variant.kind != "eager", line[1].name))
@@ -52,13 +55,6 @@ def ranks(found: Found) -> Page:
             text = text[:-4] + "..."
         page.text(page.MARGIN, 0.1 + ROW * (index + 0.5), text, va="center", fontsize=SMALL)
     return page
-
-
-def _of_ranks(found: Found) -> list[tuple[str, Point]]:
-    """Each variant of each run of several ranks that passed, in quiet cycles, with the name of its workload."""
-    rows = [row for row in runs.on_gpus(found.rows) if row.workload.ranks > 1 and not row.workload.busy]
-    points = [(row.workload.name, point) for row in rows if not row.control for point in row.points]
-    return [(name, point) for name, point in points if point.verdict.status == PASS]
 
 
 def _ends(point: Point) -> tuple[float, float] | None:

@@ -24,7 +24,10 @@ def missing(partial: Partial, build: str, variants: list[str], device: str) -> I
     """Yield (variant, command) of each audit that the facts do not have, in rounds, the base first."""
     plan = partial.of("plan", build=build)[-1]
     order = sorted(variants, key=lambda name: name != plan["base"])
-    steps = plan["steps"] | {"timed": _timed(plan)}
+    # Whole periods of batches, where a block has some.
+    timed, period = plan["steps"]["timed"], plan.get("period") or 1
+    periods = math.ceil(max(2, math.ceil(timed * SHARE_OF_BLOCK)) / period)
+    steps = plan["steps"] | {"timed": min(timed, period * periods)}
     is_long = plan["paces"].get(plan["base"], {"ms": 0.0})["ms"] > block_plan.LONG_STEP_MS or not steps["resets_each"]
     for number in range(1 if is_long and device == "cuda" else AUDITS[device]):
         for variant in order:
@@ -32,13 +35,6 @@ def missing(partial: Partial, build: str, variants: list[str], device: str) -> I
                 seed = secrets.randbelow(2**31)
                 first = block_plan.first_step(plan.get("period"), f"audit {seed}")
                 yield variant, {"do": "block", **steps, "reset": True, "number": number, "seed": seed, "first": first}
-
-
-def _timed(plan) -> int:
-    """Whole periods of batches, where a block has some."""
-    steps = max(2, math.ceil(plan["steps"]["timed"] * SHARE_OF_BLOCK))
-    period = plan.get("period") or 1
-    return min(plan["steps"]["timed"], period * math.ceil(steps / period))
 
 
 def repetitions(partial: Partial, build: str, references: dict[str, str]) -> list[tuple[str, dict]]:

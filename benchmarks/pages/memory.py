@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import runs
-from benchmarks.files.facts import Alone
 from benchmarks.judge import PASS
 from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
@@ -40,7 +39,7 @@ def _of_run(row, page) -> Iterator[list[str]]:
     for name, variant in own.build.variants.items():
         if variant.alone is None or not own.passed(name):
             continue
-        ratio = own.ratio_of(name)
+        ratio, alone = own.ratio_of(name), variant.alone
         report = variant.capture.report or {}
         patched = report.get("patched_per_launch")
         yield [
@@ -48,14 +47,10 @@ def _of_run(row, page) -> Iterator[list[str]]:
             f"`{name}`",
             milliseconds(own.ms(name)),
             f"{ratio.ratio:.3f}x" if ratio else "base",
-            *(_gib(size) for size in _sizes(variant.alone)),
+            *(_gib(size) for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes, alone.driver_bytes)),
             "" if patched is None else f"{patched:.1f}",
         ]
         link = ""
-
-
-def _sizes(alone: Alone):
-    return alone.steps_reserved_bytes, alone.peak_reserved_bytes, alone.driver_bytes
 
 
 def _gib(size) -> str:

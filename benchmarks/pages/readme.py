@@ -96,7 +96,8 @@ def front(found: Found, page: Path, argument: str = "") -> str:
         name += f" ({line.submitted})" if line.submitted else ""
         name += f", {in_markdown(line.more)}" if line.more else ""
         graph_ms = ", ".join(f"{own.ms:,.2f} ({own.gpu})" for own in line.gpus)
-        texts = [graph_ms, tables.two(line.base_ms), tables.two(line.gain, "x"), _memory(line), line.hosts_text]
+        gib = [f"{own.reserved_bytes / GIB:.1f} ({own.gpu})" for own in line.gpus if own.reserved_bytes]
+        texts = [graph_ms, tables.two(line.base_ms), tables.two(line.gain, "x"), *(gib[:1] or [""]), line.hosts_text]
         lines.append([name, *map(in_markdown, texts)])
     names = ["Workload (version of MLPerf)", "graph ms", "eager ms over hosts", "gain over hosts", "GiB", "hosts"]
     return tables.markdown(names, lines) if lines else NOTHING
@@ -155,12 +156,6 @@ def _needs(found, page, argument):
     minutes = [own for _, run in found.runs if _is_bench(run) and (own := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
     return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", memory]))
-
-
-def _memory(line: Headline) -> str:
-    """GiB of the graph alone, and on which GPU."""
-    sizes = [f"{own.reserved_bytes / GIB:.1f} ({own.gpu})" for own in line.gpus if own.reserved_bytes]
-    return sizes[0] if sizes else ""
 
 
 def minutes_of(run: Run) -> float:

@@ -120,7 +120,11 @@ def machine(args) -> dict:
     """
     here, launch = describe_here(), parse(args)
     if launch.prefix:
-        _require_alike(_ask_nodes(launch, Path(args.out).resolve()), here, launch)
+        answers = _ask_nodes(launch, Path(args.out).resolve())
+        for rank, answer in enumerate(answers):
+            fault = _fault(answer, answers[0], launch) or ("" if rank else _fault_of_first(answer, here))
+            if fault:
+                raise NodesDiffer(f"node {rank} ({answer['name']}): {fault}")
     return here
 
 
@@ -155,13 +159,6 @@ def _read_answers(folder, num_expected):
     while len(paths := list(folder.glob("*.json"))) < num_expected and time.monotonic() < deadline:
         time.sleep(0.2)
     return {int(path.stem): json.loads(path.read_text()) for path in paths}
-
-
-def _require_alike(answers, here, launch):
-    for rank, answer in enumerate(answers):
-        fault = _fault(answer, answers[0], launch) or ("" if rank else _fault_of_first(answer, here))
-        if fault:
-            raise NodesDiffer(f"node {rank} ({answer['name']}): {fault}")
 
 
 def _fault(answer, first, launch) -> str:

@@ -123,7 +123,9 @@ class CUDAGraphCallback(Callback):
     def _load(self, batch) -> None:
         """Copy the batch into the static inputs, which the first batch makes."""
         if self._inputs is None:
-            _require_batch(batch, self._device)
+            tensors = batch.values() if isinstance(batch, dict) else [None]
+            if not all(isinstance(each, torch.Tensor) and each.device == self._device for each in tensors):
+                raise ValueError(f"a graph reads tensors: let each batch be a dictionary of them, on {self._device}")
             self._inputs = StaticInputs({name: tensor.clone() for name, tensor in batch.items()})
             return
         try:
@@ -227,12 +229,6 @@ def _require_optimizer(optimizer, device):
             )
         if group.get("capturable") is False:
             raise ValueError(f"{name} is not capturable: pass capturable=True (and fused=True)")
-
-
-def _require_batch(batch, device):
-    leaves = batch.values() if isinstance(batch, dict) else [None]
-    if not all(isinstance(each, torch.Tensor) and each.device == device for each in leaves):
-        raise ValueError(f"a graph reads tensors: let each batch be a dictionary of them, on {device}")
 
 
 def _refuse_log(name, *args, **kwargs):

@@ -29,7 +29,7 @@ class StreamWatch:
             return self
         self._main = self._backend.current_stream()
         stream, event = self._backend.Stream, self._backend.Event
-        self._wrap(stream, "record_event", self._recorded)
+        self._wrap(stream, "record_event", lambda result, own, event=None: self._note(event or result, own))
         self._wrap(stream, "wait_event", lambda result, own, event: self._waited(own, event))
         now = self._backend.current_stream
         self._wrap(event, "record", lambda result, own, stream=None: self._note(own, stream or now()))
@@ -71,9 +71,6 @@ class StreamWatch:
             return result
 
         self._patches.enter_context(mock.patch.object(owner, name, wrapped))
-
-    def _recorded(self, result, stream, event=None):
-        self._note(result if event is None else event, stream)
 
     def _note(self, event, stream):
         self._kept.append(event)

@@ -50,13 +50,9 @@ def describe_environment(device, world_size) -> dict:
         "host": hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
         "cpu": f"{_cpu_model()}, {os.cpu_count()} cores",
         "slurm": {key: os.environ[name] for key, name in _SLURM.items() if in_job and name in os.environ},
-        "variables": {name: _shown(name) for name in sorted(os.environ) if _VARIABLES.match(name)},
+        # Of absolute paths the last name: a published file names no folder of a machine.
+        "variables": {name: without_folders(os.environ[name]) for name in sorted(os.environ) if _VARIABLES.match(name)},
     }
-
-
-def _shown(name: str) -> str:
-    """A variable's value; of absolute paths in it the last name: a published file names no folder of a machine."""
-    return without_folders(os.environ[name])
 
 
 def describe_host(device) -> dict:

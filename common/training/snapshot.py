@@ -26,8 +26,10 @@ class Snapshot:
         self._numbers: list = []
         self._generators: list[torch.Generator] = []
         self._parameters: list[torch.nn.Parameter] = []
-        for name, each in zip(_names(owned), owned, strict=True):
-            self._add(name, each)
+        kinds = [type(each).__name__ for each in owned]
+        for i, (kind, each) in enumerate(zip(kinds, owned, strict=True)):
+            # With a number where there are several of a class.
+            self._add(kind if kinds.count(kind) == 1 else f"{kind} {kinds[:i].count(kind)}", each)
         self.tensors = [(name, own_part(tensor)) for name, tensor in _without_doubles(self.tensors)]
         self._values = [tensor.detach().clone() for _, tensor in self.tensors]
         self._gradients = [
@@ -148,12 +150,6 @@ def storage_id(tensor: torch.Tensor) -> int | None:
     """Return what tells a tensor's storage from all others that exist, None where it has none of its own."""
     storage = storage_of(tensor)
     return None if storage is None else storage._cdata
-
-
-def _names(owned) -> list[str]:
-    """A name for each object: its class, with a number where there are several."""
-    kinds = [type(each).__name__ for each in owned]
-    return [kind if kinds.count(kind) == 1 else f"{kind} {kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
 
 
 def _numbers_of(table):

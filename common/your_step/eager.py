@@ -81,7 +81,10 @@ class EagerSteps:
         state.reset()
         seen = {refused.place.own for refused in self.first.refused}
         self.first.refused += [each for each in hidden_reads(state, self.batches[0]) if each.place.own not in seen]
-        self.unwritten = read_before_written(state, self._unlike_batches())
+        # One batch of each shape first; all ranks make as many steps.
+        firsts = {kind: index for index, kind in reversed(list(enumerate(state.classes)))}
+        unlike = list(dict.fromkeys([*firsts.values(), *range(len(state.batches))]))
+        self.unwritten = read_before_written(state, ranks.first(unlike[:MOST_BATCHES]))
         state.reset()
 
     @property
@@ -94,13 +97,6 @@ class EagerSteps:
         beside = Beside(self.state.threads, contents, self.of_state)
         with errors_with_lines(self.state.path):
             return watch(self.state.step, self.state.batch(index), self.state.modules, is_capturing, beside)
-
-    def _unlike_batches(self) -> list[int]:
-        """Batches, one of each shape first."""
-        firsts = {kind: index for index, kind in reversed(list(enumerate(self.state.classes)))}
-        unlike = list(dict.fromkeys([*firsts.values(), *range(len(self.state.batches))]))
-        # All ranks make as many steps.
-        return ranks.first(unlike[:MOST_BATCHES])
 
     def _look(self) -> SimpleNamespace:
         values, tensors = host_values.look(self.state.step, self.state.owned)

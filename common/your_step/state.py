@@ -46,7 +46,10 @@ class StepState:
             self.make_mine = handed.make_mine
             self.modules = [each for each in self.owned if isinstance(each, torch.nn.Module)]
             self.optimizers = [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
-            self.moved_by_build = _moved(self.modules)
+            # The first statistics that have seen a batch, or "".
+            named = [(name, each) for module in self.modules for name, each in module.named_buffers()]
+            seen = (name for name, each in named if name.endswith("num_batches_tracked") and int(each) > 0)
+            self.moved_by_build = next(seen, "")
             self.losses: dict[int, torch.Tensor | float] = {}
             has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.modules)
             # Counts and rates in dicts, closures and objects, which no object of torch holds.
@@ -152,12 +155,6 @@ class StepState:
     def batch_class(self, index: int) -> int:
         """Return the number of the batch's shape."""
         return self.classes[index % len(self.classes)]
-
-
-def _moved(modules) -> str:
-    """The first statistics that have seen a batch, or ""."""
-    named = [(name, each) for module in modules for name, each in module.named_buffers()]
-    return next((name for name, each in named if name.endswith("num_batches_tracked") and int(each) > 0), "")
 
 
 def marked(layers):

@@ -323,14 +323,6 @@ def test_a_mistake_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys, argumen
     assert not (tmp_path / "out").exists()
 
 
-def test_without_values_it_says_that_they_are_missing(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        sweep.main(["--model", "gpt3", "--over", "batch"])
-    assert capsys.readouterr().err.splitlines() == [
-        "python -m benchmarks.sweep: the following arguments are required: --values"
-    ]
-
-
 def test_a_folder_that_is_a_file_is_refused(tmp_path, go, capsys):
     (tmp_path / "file").write_text("")
     assert go(nothing, "1", out=tmp_path / "file") == 2

@@ -41,6 +41,16 @@ def run(module, arguments, environment, timeout_s) -> subprocess.CompletedProces
         return subprocess.CompletedProcess(command, process.exitcode, stdout, stderr)
 
 
+def refusal(model, *arguments):
+    """The one line on stderr of preset tiny on a CPU; on stdout no card and no table, at most that a build began."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    answer = run(f"{model}.train", ["--preset", "tiny", *arguments], environment, timeout_s=300)
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1), answer
+    assert answer.stdout.splitlines()[1:] in ([], [f"building {model}/tiny"]), answer
+    assert answer.stderr.startswith(f"python -m {model}.train: "), answer
+    return answer.stderr
+
+
 def _main(module, arguments, environment, stdout, stderr):
     # Else what the script starts, as DataLoader's workers, would have a server of its own, which imports torch again.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)

@@ -1,6 +1,5 @@
 """llama31/train on the host graph: graphed steps and validations against eager ones, bit for bit; what they refuse."""
 
-import os
 import re
 from dataclasses import replace
 
@@ -203,19 +202,9 @@ def test_compiled_variants_say_what_they_need():
 # --- the script
 
 
-def said(*arguments):
-    """The one line on stderr; on stdout no card and no table, at most that a build began."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    answer = forked.run("llama31.train", ["--preset", "tiny", *arguments], environment, timeout_s=300)
-    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1), answer
-    assert answer.stdout.splitlines()[1:] in ([], ["building llama31/tiny"]), answer
-    return answer.stderr
-
-
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (["--tp", "2"], "--tp 2 needs a multiple of 2 ranks, this run has 1"),
         (["--variant", "graph_fwd_bwd", "--nan-checks", "true"], "--nan-checks false"),
         (["--variant", "graph_step", "--clip", "host"], "--clip device"),
         (["--variant", "graph_optimizer", "--clip", "host"], "--clip device"),
@@ -227,16 +216,16 @@ def said(*arguments):
     ],
 )
 def test_flags(arguments, told):
-    assert told in said(*arguments)
+    assert told in forked.refusal("llama31", *arguments)
 
 
 def test_a_checkpoint_that_does_not_fit(tmp_path):
     folder = write_checkpoint(tmp_path / "wide", replace(TINY, ffn=512, layers=1), **LLAMA3)
-    line = said("--checkpoint", str(folder))
+    line = forked.refusal("llama31", "--checkpoint", str(folder))
     assert "does not fit ffn 128, layers 2: take --ffn 512 --layers 1" in line
     # Llama 2's positions are not stretched.
     folder = write_checkpoint(tmp_path / "llama2", TINY, rope_theta=500000.0)
-    assert "has rope_type default, only llama3 is built" in said("--checkpoint", str(folder))
+    assert "has rope_type default, only llama3 is built" in forked.refusal("llama31", "--checkpoint", str(folder))
 
 
 def test_cards_name_models_shares_and_both_counts():

@@ -98,11 +98,3 @@ def test_where_cudnn_s_persistent_kernels_run():
     assert not rnnt.persistent_lstms(replace(BENCH, precision="bf16"))
     assert not rnnt.persistent_lstms(replace(BENCH, batch=12))
     assert not rnnt.persistent_lstms(replace(BENCH, features=240))
-
-
-def test_presets_are_what_they_are_named_for():
-    presets = rnnt.PRESETS
-    names = ("bench", "bench_lengths", "bench_b32", "full", "mlperf")
-    assert [presets[name].batch for name in names] == [8, 8, 32, 192, 8]
-    assert (BENCH.data, BENCH.frames, BENCH.tokens) == ("synthetic", 409, 56)
-    assert presets["bench_lengths"].data == "lengths" and presets["mlperf"].buckets == "50"

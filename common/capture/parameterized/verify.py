@@ -129,7 +129,9 @@ class Verification:
             if not bool(differs.any()):
                 continue
             words = f"{name} of a launch differs from eager in {int(differs.sum())} of {differs.numel()} bytes"
-            if (_is_exact() and not bool(varies.any())) or not expected.dtype.is_floating_point:
+            # Operators repeat their bits. In the warning mode attention's backward adds in any order.
+            is_exact = torch.get_deterministic_debug_mode() == _DETERMINISTIC
+            if (is_exact and not bool(varies.any())) or not expected.dtype.is_floating_point:
                 raise RegionRefused(words)
             # Atomic additions, whose order a graph's timing changes. A stale address gives NaN or nonsense.
             # Of what is added to an input, the increase: beside large sums a lost one would be noise.
@@ -188,11 +190,6 @@ def _has_known_half(word) -> bool:
 def _stand_in(word, start) -> int:
     """The address for a suspect from `start` on: the first, or the first with its lower half where that is known."""
     return start + (word.first - start) % _WINDOW if _has_known_half(word) else start
-
-
-def _is_exact() -> bool:
-    """Return True if operators repeat their bits. In the warning mode attention's backward adds in any order."""
-    return torch.get_deterministic_debug_mode() == _DETERMINISTIC
 
 
 def _chosen(indices, values) -> dict[int, Any]:

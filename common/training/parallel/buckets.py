@@ -69,17 +69,12 @@ class GradientBuckets:
 def move_into(flat, places, tensors) -> None:
     """Move the memory of tensors[index], for each (index, first element) of places, into `flat`; their values stay."""
     for index, start in places:
-        view = _place_in(flat, start, tensors[index])
+        view = flat[start : start + tensors[index].numel()]
+        # Strides are kept (channels_last): copies between lists of tensors are one kernel only where they agree.
+        view = view.as_strided(tensors[index].shape, torch.empty_like(tensors[index], device="meta").stride())
         view.copy_(tensors[index])
         # The tensor object stays, so whoever holds it (a module, param.main_grad) uses the flat buffer from now on.
         tensors[index].data = view
-
-
-def _place_in(flat, start, tensor):
-    """The elements of `flat` from `start` on in the shape of `tensor`, and in its strides where it has no gaps."""
-    view = flat[start : start + tensor.numel()]
-    # Strides are kept (channels_last): copies between lists of tensors are one kernel only where they agree.
-    return view.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
 
 @torch.no_grad()

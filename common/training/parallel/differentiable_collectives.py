@@ -33,10 +33,6 @@ def _region(x, group, forward, transpose):
     return x if collectives.group_size(group) == 1 else _Region.apply(x, group, forward, transpose)
 
 
-def _unchanged(x, group):
-    return x.view_as(x)
-
-
 def _summed(x, group):
     # A copy: autograd may hand a gradient to others too, and a model may have kept its x.
     result = x.clone(memory_format=torch.contiguous_format)
@@ -61,7 +57,7 @@ def _reduce_scattered(x, group):
 
 def reduce_from_region(x, group=""):
     """The sum of x over the ranks, whose gradient is alike on all: behind a row-parallel matrix (Megatron's g)."""
-    return _region(x, group, _summed, _unchanged)
+    return _region(x, group, _summed, lambda gradient, _: gradient.view_as(gradient))
 
 
 def gather_from_sequence(x, group=""):
