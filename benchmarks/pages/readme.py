@@ -152,10 +152,10 @@ def _kernel_us(line: Headline) -> float | None:
 def _needs(found, page, argument):
     if not headlines.of(found):
         return NOTHING
-    memory = "GiB: the most that torch reserved, the graph alone; what ran on an H100 fits 80 GB."
+    reserved = "GiB: the most that torch reserved, the graph alone; what ran on an H100 fits 80 GB."
     minutes = [own for _, run in found.runs if _is_bench(run) and (own := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
-    return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", memory]))
+    return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", reserved]))
 
 
 def minutes_of(run: Run) -> float:

@@ -79,7 +79,7 @@ def test_the_first_worker_of_a_run_measures_the_pace_of_its_host(own, monkeypatc
         own.partial = known
         own.ask("eager", {"do": "capture"})
         own.end()
-    assert [worker.asked[0][0]["pace"] for worker in workers] == [False, True]
+    assert [answers.asked[0][0]["pace"] for answers in workers] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_later_worker_with_another_model_ends_the_build(own, monkeypatch, fact
 
 def test_a_block_is_given_up_when_it_lasts_far_longer_than_its_pilot(own, monkeypatch):
     own.request.command = lambda variant: []
-    worker = Answers()
-    starts(monkeypatch, worker)
+    answers = Answers()
+    starts(monkeypatch, answers)
     own.ask("eager", {"do": "capture"})
     own.paces = {"eager": {"ms": 300.0, "reset_s": 0.5}, "short": {"ms": 1.0, "reset_s": 0.0}}
     block = {"do": "block", "untimed": 1, "timed": 20, "drained": 1}
@@ -111,7 +111,7 @@ def test_a_block_is_given_up_when_it_lasts_far_longer_than_its_pilot(own, monkey
         own.ask(variant, command)
     own.settings = Settings(limit_s=8)
     own.ask("eager", block)
-    _, _, *limits_s = (limit_s for _, limit_s in worker.asked)
+    _, _, *limits_s = (limit_s for _, limit_s in answers.asked)
     assert limits_s == [20 * (22 * 0.3 + 0.5), 60, 600, 600, 8]
 
 
