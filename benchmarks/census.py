@@ -16,16 +16,16 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import ask, command, judge, measure, run, script
-from benchmarks.ask import Options
-from benchmarks.command import Mistake, amount, positive, shown
-from benchmarks.files import partial, run_file
-from benchmarks.files.facts import Census, Run
-from benchmarks.pages import run_table
-from benchmarks.processes import launch, locks
-from common.files import write_text
-from common.folders import OWN_STEP
-from common.text import printable
+from graph_worth.harness import ask, command, judge, measure, run, script
+from graph_worth.harness.ask import Options
+from graph_worth.harness.command import Mistake, amount, positive, shown
+from graph_worth.harness.files import partial, run_file
+from graph_worth.harness.files.facts import Census, Run
+from graph_worth.harness.pages import run_table
+from graph_worth.harness.processes import launch, locks
+from graph_worth.files import write_text
+from graph_worth.folders import OWN_STEP
+from graph_worth.text import printable
 
 CYCLES, LIMIT_MINUTES = 4, 8.0
 # What a first workload takes, with kernels that are compiled; none begins that would probably end after the limit.

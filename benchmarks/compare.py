@@ -10,8 +10,9 @@ Exit status: 0; 1 where a file could not be read, which is named; 2 for a mistak
 import sys
 from pathlib import Path
 
-from benchmarks import command, runs
-from benchmarks.command import Mistake, shown
+from graph_worth.harness import command
+from benchmarks import runs
+from graph_worth.harness.command import Mistake, shown
 from benchmarks.pages import tables
 
 

@@ -13,11 +13,11 @@ import math
 import sys
 from dataclasses import dataclass
 
-from benchmarks import command, statistics
-from benchmarks.command import Mistake
+from graph_worth.harness import command, intervals as statistics
+from graph_worth.harness.command import Mistake
 from benchmarks.compare import found_in
 from benchmarks.runs import Row
-from common.text import printable
+from graph_worth.text import printable
 
 
 @dataclass(frozen=True)

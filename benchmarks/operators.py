@@ -2,7 +2,7 @@
 
     python -m benchmarks.operators              a few minutes on a GPU; then copy the file to results/operators/
 
-common/measuring/captured_operators.py tries them, in several processes. One that ends is started again behind the
+graph_worth/measuring/captured_operators.py tries them, in several processes. One that ends is started again behind the
 operator that ended it. Exit status: 0; 2 for a mistake on the command line.
 """
 
@@ -15,19 +15,19 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.command import RUNS, Mistake, exit_status, parser_of, positive, shown, words_of
-from benchmarks.files.partial import utc
-from benchmarks.processes import launch
-from benchmarks.processes.gpus import find_gpus
-from benchmarks.run import SOURCE
-from common.files import write_text
-from common.folders import ROOT
-from common.text import printable
+from graph_worth.harness.command import RUNS, Mistake, exit_status, parser_of, positive, shown, words_of
+from graph_worth.harness.files.partial import utc
+from graph_worth.harness.processes import launch
+from graph_worth.harness.processes.gpus import find_gpus
+from graph_worth.harness.run import SOURCE
+from graph_worth.files import write_text
+from graph_worth.folders import ROOT
+from graph_worth.text import printable
 
 # A sample that takes longer hangs.
 SILENT_S = 120
-CHILD = ("-m", "common.measuring.captured_operators")
-NAMES = "from common.measuring.captured_operators import operators; print(*operators(), sep='\\n')"
+CHILD = ("-m", "graph_worth.measuring.captured_operators")
+NAMES = "from graph_worth.measuring.captured_operators import operators; print(*operators(), sep='\\n')"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from benchmarks import statistics
-from benchmarks.files import archive, run_file
-from benchmarks.files.archive import ArchivedHost
-from benchmarks.files.facts import Run, Variant
-from benchmarks.files.workload import Workload, workload_of
-from benchmarks.judge import PASS, Judged, Verdict, judged
-from benchmarks.statistics import Ratio
-from common.folders import ROOT
+from graph_worth.harness import intervals as statistics
+from benchmarks import archive
+from graph_worth.harness.files import run_file
+from benchmarks.archive import ArchivedHost
+from graph_worth.harness.files.facts import Run, Variant
+from graph_worth.harness.files.workload import Workload, workload_of
+from graph_worth.harness.judge import PASS, Judged, Verdict, judged
+from graph_worth.harness.intervals import Ratio
+from graph_worth.folders import ROOT
 
 NUMBER_WORDS = {1: "one host", 2: "two hosts"}
 # Ends the label of a user's step that a newer run measured with another file.

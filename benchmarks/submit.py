@@ -21,11 +21,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks import ask, command, run, script, sweep
-from benchmarks.command import RUNS, Mistake, shown, words_of
-from benchmarks.slurm import queue
-from common.config import flag_of
-from common.folders import ROOT
+from graph_worth.harness import ask, command, run, script
+from benchmarks import sweep
+from graph_worth.harness.command import RUNS, Mistake, shown, words_of
+from benchmarks.slurm import jobs as queue
+from graph_worth.config import flag_of
+from graph_worth.folders import ROOT
 
 SCRIPTS = Path("benchmarks", "slurm")
 # Options of sbatch that would break what this command promises.

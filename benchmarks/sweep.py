@@ -18,16 +18,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import ask, command, judge, run, script, statistics
-from benchmarks.command import Mistake, shown
-from benchmarks.files import run_file
-from benchmarks.files.facts import Run
-from benchmarks.judge import FAILED, PASS, Judged
-from benchmarks.pages import run_table
-from benchmarks.pages.run_table import milliseconds
-from benchmarks.processes import launch
-from common.config import flag_of
-from common.text import printable, without_folders
+from graph_worth.harness import ask, command, judge, run, script, intervals as statistics
+from graph_worth.harness.command import Mistake, shown
+from graph_worth.harness.files import run_file
+from graph_worth.harness.files.facts import Run
+from graph_worth.harness.judge import FAILED, PASS, Judged
+from graph_worth.harness.pages import run_table
+from graph_worth.harness.pages.run_table import milliseconds
+from graph_worth.harness.processes import launch
+from graph_worth.config import flag_of
+from graph_worth.text import printable, without_folders
 
 OWN = {"--variants": "a sweep compares eager with one variant, --variant", "--label": "a sweep names its folders"}
 COLUMNS = ("base ms", "ms", "ratio", "95 %", "word", "issue ms", "busy ms", "at most")

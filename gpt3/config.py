@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.training import flops
-from common.training.parallel.groups import Parallel, Ranks, require_divisible, require_schedule
+from graph_worth.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from common import flops
+from common.parallel.groups import Parallel, Ranks, require_divisible, require_schedule
 
 PRECISIONS = ("fp8", "bf16", "fp32")
 
@@ -192,7 +192,7 @@ def predicted_bytes(config: Config, dp: int = 1) -> int:
 def _passes_in_flight(config):
     if not config.staged:
         return 1
-    from common.training import schedule
+    from common import schedule
 
     return schedule.peak_in_flight(config.pp, max(config.pp_rank, 0), config.chunks, config.microbatches)
 
@@ -204,7 +204,7 @@ def batch_bytes(config: Config) -> int:
 
 def fit(config: Config, available_bytes: int, dp: int = 1) -> Config:
     """The config with as many layers as fit, equally many in each chunk of each stage. dp: data ranks."""
-    from common.training import fit as fitting
+    from common import fit as fitting
 
     unit = config.pp * config.chunks
     return fitting.fit_layers(config, PRESETS, lambda tried: predicted_bytes(tried, dp), available_bytes, unit)
@@ -213,7 +213,7 @@ def fit(config: Config, available_bytes: int, dp: int = 1) -> Config:
 def require(config: Config, available_bytes: int | None) -> None:
     """ValueError where the config cannot fit into a host without a GPU; None: the host does not tell."""
     if available_bytes is not None and _host_bytes(config) > available_bytes:
-        from common.training import fit as fitting
+        from common import fit as fitting
 
         fitting.require(config, PRESETS, _host_bytes, available_bytes)
 

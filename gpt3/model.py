@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.training.parallel import collectives
-from common.training.parallel.differentiable_collectives import (
+from graph_worth.parallel import collectives
+from common.parallel.differentiable_collectives import (
     cross_entropy,
     gather_from_sequence,
     look_up,
     reduce_scatter_to_sequence,
 )
-from common.training.parallel.groups import fill_
+from common.parallel.groups import fill_
 from gpt3.config import Config
 from gpt3.emulated_fp8 import EmulatedLinear
 
@@ -93,7 +93,7 @@ def te_layer(config: Config, dtype, device, tensor: str = collectives.ALONE):
 
     Its widths are those of all tensor ranks together.
     """
-    from common.training.precision.transformer_engine import transformer_engine
+    from common.precision.transformer_engine import transformer_engine
 
     parallel = {}
     if config.tp > 1:

@@ -5,18 +5,18 @@ from functools import cached_property
 
 import torch
 
-from common.capture.pool import StaticInputs
-from common.machine import host_state
-from common.measuring.marks import section
-from common.training.data import token_files
-from common.training.history import History
-from common.training.optimizers.adam import Adam
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.parallel import collectives
-from common.training.parallel.groups import Ranks, make_groups
-from common.training.parallel.host_messages import of_all_ranks
-from common.training.precision.fp8 import NoScaling
-from common.variant import Unsupported
+from graph_worth.capture.pool import StaticInputs
+from graph_worth.machine import host_state
+from graph_worth.measuring.marks import section
+from common.data import token_files
+from common.history import History
+from common.optimizers.adam import Adam
+from common.optimizers.hyperparameters import Hyperparameters
+from graph_worth.parallel import collectives
+from common.parallel.groups import Ranks, make_groups
+from graph_worth.parallel.host_messages import of_all_ranks
+from common.precision.fp8 import NoScaling
+from graph_worth.made_variant import Unsupported
 from gpt3.config import Config, fit, require
 from gpt3.emulated_fp8 import EmulatedScaling
 from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
@@ -31,7 +31,7 @@ class State(History):
     """Layers, embedding, FP8 scaling, optimizer, rotating batches, and the losses seen.
 
     config must be resolved (`resolve`): layer is "te" or "torch". rank: the world rank. Of a pipeline `chunks`
-    are the layers of this rank's stage, `steps` its passes in their order (common/training/schedule.py) and `transfers`
+    are the layers of this rank's stage, `steps` its passes in their order (common/schedule.py) and `transfers`
     what is exchanged before each of them and after the last. embedding is None between the first and the last stage.
     """
 
@@ -92,7 +92,7 @@ class State(History):
         self.buckets, numbers = None, Hyperparameters(lr=config.lr, **ADAM)
         # What several ranks and a stage alone need is imported where they are.
         if config.alone:
-            from common.training.optimizers.no_adam import NoAdam
+            from common.optimizers.no_adam import NoAdam
 
             self.adam = NoAdam(self.parameters)
         elif config.zero1 and self.ranks.dp > 1:
@@ -101,12 +101,12 @@ class State(History):
             self.adam = ZeroAdam(self.parameters, main_grads, numbers, groups.replicas, uncounted)
         else:
             if self.ranks.dp > 1:
-                from common.training.parallel.buckets import GradientBuckets
+                from common.parallel.buckets import GradientBuckets
 
                 self.buckets = GradientBuckets(main_grads, BUCKET_BYTES, groups.replicas)
             reduce_norm = None
             if config.tp * config.pp > 1:
-                from common.training.parallel.buckets import reduce_norm_
+                from common.parallel.buckets import reduce_norm_
 
                 counted_elsewhere = [parameter.main_grad for parameter in uncounted]
 
@@ -126,13 +126,13 @@ class State(History):
 
     @cached_property
     def steps(self) -> list[tuple[int, int]]:
-        from common.training import schedule
+        from common import schedule
 
         return schedule.numbered(schedule.order(*self._schedule_shape()))
 
     @cached_property
     def transfers(self) -> list:
-        from common.training import schedule
+        from common import schedule
 
         return schedule.communications(*self._schedule_shape())
 
@@ -232,7 +232,7 @@ def _scaling(config, layers, group):
     if config.precision != "fp8":
         return NoScaling()
     if config.layer == "te":
-        from common.training.precision.transformer_engine import TransformerEngineScaling
+        from common.precision.transformer_engine import TransformerEngineScaling
 
         return TransformerEngineScaling(layers, config.amax_history, group)
     return EmulatedScaling(layers, config.amax_history, group)
@@ -294,14 +294,14 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
     free = min(of_all_ranks(torch.cuda.mem_get_info(device)[0]))
     smaller = fit(config, free, data_ranks)
     if smaller.layers < config.layers:
-        from common.training.fit import fewer_layers
+        from common.fit import fewer_layers
 
         notes.append(fewer_layers(smaller, config, free / 2**30))
     return smaller, notes
 
 
 def _te_fault(config):
-    from common.training.precision.transformer_engine import te_fault
+    from common.precision.transformer_engine import te_fault
 
     return te_fault(fp8=config.precision == "fp8")
 

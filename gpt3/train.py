@@ -73,7 +73,7 @@ by the config. Graphs made by Transformer Engine and by torch.compile are in gpt
     torchrun --standalone --nproc-per-node 2 -m gpt3.train --preset tiny_pp --variant graph_layer      # a pipeline
 """
 
-from common.contract import Training, parse, variant
+from graph_worth.contract import Training, parse, variant
 from gpt3.config import FACTS, PRESETS, Config, card, step_flops
 
 if __name__ == "__main__":
@@ -84,20 +84,20 @@ from typing import NamedTuple
 
 import torch
 
-from common.capture.pool import Pool  # graphs that share memory; without a GPU host graphs stand in for them
+from graph_worth.capture.pool import Pool  # graphs that share memory; without a GPU host graphs stand in for them
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from common.measuring.marks import mark, section
-from common.session import session
-from common.training.flops import CAUSAL_HALF, peak_flops
-from common.variant import Capture
+from graph_worth.measuring.marks import mark, section
+from graph_worth.script.session import session
+from common.flops import CAUSAL_HALF, peak_flops
+from graph_worth.made_variant import Capture
 from gpt3.state import State, hyperparameters, resolve
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step. The baseline `eager` runs it as it is.
 
 
-# Registers the step for command line and harness (common/contract.py, docs/reading_a_script.md). Skip at first reading.
+# Registers the step for command line and harness (graph_worth/contract.py, docs/reading_a_script.md). Skip at first reading.
 @variant(
     "eager",
     kind="eager",
@@ -163,7 +163,7 @@ class GraphedLayers:
     one before lay. That is safe because the order of replays is the order of captures. The forwards of a microbatch
     are captured before its backwards, so its activations stay allocated until then. Weights, FP8 copies of them,
     main_grads and FP8 scales lie outside the pool and never move. The whole process, eager steps too, runs on one side
-    stream (common/measuring/torch_settings.py), as in the docstring above.
+    stream (graph_worth/measuring/torch_settings.py), as in the docstring above.
     """
 
     def __init__(self, state: State, capture: Capture):

@@ -15,10 +15,10 @@ and with it a clipped gradient, may differ.
 
 import torch
 
-from common.training.optimizers.adam import Adam
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.parallel import collectives
-from common.training.parallel.buckets import GradientBuckets, move_into, reduce_norm_
+from common.optimizers.adam import Adam
+from common.optimizers.hyperparameters import Hyperparameters
+from graph_worth.parallel import collectives
+from common.parallel.buckets import GradientBuckets, move_into, reduce_norm_
 
 BUCKET_BYTES = 256 * 2**20
 

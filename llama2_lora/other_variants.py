@@ -5,12 +5,12 @@ They run train.py's eager step, which calls the layers that `state.stack.calls` 
 
 import torch
 
-from common.compiled import Compiled, require_compiler
-from common.contract import variant
-from common.training.precision import nvfp4
-from common.training.precision.transformer_engine import undone_where_it_fails
-from common.variant import Unsupported
-from common.variant_parameterized import Parameterized
+from graph_worth.compiled import Compiled, require_compiler
+from graph_worth.contract import variant
+from common.precision import nvfp4
+from common.precision.transformer_engine import undone_where_it_fails
+from graph_worth.made_variant import Unsupported
+from graph_worth.variant_parameterized import Parameterized
 from llama2_lora.state import State
 from llama2_lora.train import GraphedStep, eager_step
 

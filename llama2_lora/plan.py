@@ -5,10 +5,10 @@
 
 import math
 
-from common.config import flag_of
-from common.training import fit as fitting
-from common.training import memory_plan
-from common.training.memory_plan import GIB, Plan
+from graph_worth.config import flag_of
+from common import fit as fitting
+from common import memory_plan
+from common.memory_plan import GIB, Plan
 from llama2_lora import config as lora_config
 from llama2_lora.config import KEEP, MAX_DOCUMENTS, PRESETS, Config, layer_weights, num_trainable
 
@@ -18,7 +18,7 @@ CONTEXT_BYTES = int(1.5 * GIB)
 PLAIN_ATTENTION_COPIES = 5
 # cuBLAS workspaces, 32 MiB each on Hopper: of the two streams of eager steps, and in the pools of two graphed variants.
 LIBRARY_BYTES = 128 * 2**20
-# FP32 copies of the elements that common/training/precision/nvfp4.py rounds at a time, some ten.
+# FP32 copies of the elements that common/precision/nvfp4.py rounds at a time, some ten.
 ROUNDING_BYTES = 10 * 4 * 2**24
 
 
@@ -125,7 +125,7 @@ def make_plan(config: Config, keep: str | None = None) -> Plan:
 
 
 def choose(config: Config, preset: str, total_bytes: int, budget_bytes: int) -> str:
-    """Choose the items that layers keep on a GPU, see `common.training.memory_plan.choose`."""
+    """Choose the items that layers keep on a GPU, see `common.memory_plan.choose`."""
     cards = KEEP.get(preset, {})
     return memory_plan.choose(config.keep, cards, total_bytes, budget_bytes, lambda keep: make_plan(config, keep).bytes)
 

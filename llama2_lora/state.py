@@ -5,25 +5,25 @@ from functools import partial
 
 import torch
 
-from common.capture.pool import StaticInputs
-from common.machine import host_state
-from common.measuring.marks import section
-from common.training.fit import fewer_layers
-from common.training.history import History
-from common.training.memory_plan import GIB, budget_bytes
-from common.training.optimizers.adam import Adam
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.parallel import collectives
-from common.training.parallel.buckets import reduce_norm_
-from common.training.parallel.groups import make_groups
-from common.training.parallel.host_messages import of_all_ranks
-from common.training.precision import nvfp4
-from common.variant import Unsupported
+from graph_worth.capture.pool import StaticInputs
+from graph_worth.machine import host_state
+from graph_worth.measuring.marks import section
+from common.fit import fewer_layers
+from common.history import History
+from common.memory_plan import GIB, budget_bytes
+from common.optimizers.adam import Adam
+from common.optimizers.hyperparameters import Hyperparameters
+from graph_worth.parallel import collectives
+from common.parallel.buckets import reduce_norm_
+from common.parallel.groups import make_groups
+from graph_worth.parallel.host_messages import of_all_ranks
+from common.precision import nvfp4
+from graph_worth.made_variant import Unsupported
 from llama2_lora import plan
 from llama2_lora.config import Config
 from llama2_lora.data.windows import open_windows
 from llama2_lora.kernels.attention import attention_for
-from llama2_lora.kernels.operators import Operators, TorchOperators
+from llama2_lora.kernels.torch_operators import Operators, TorchOperators
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.context import AcrossRanks, own_part
 from llama2_lora.layers.handwritten import HandwrittenStack
@@ -226,7 +226,7 @@ def require_kind(kind: str, config: Config, device: torch.device) -> None:
         raise Unsupported("--precision nvfp4_emulated needs --layer handwritten")
     if device.type != "cuda":
         raise Unsupported("Transformer Engine's layers need a GPU")
-    from common.training.precision.transformer_engine import require_fp8, usable_transformer_engine
+    from common.precision.transformer_engine import require_fp8, usable_transformer_engine
 
     usable_transformer_engine()
     if config.documents != "whole":
@@ -236,7 +236,7 @@ def require_kind(kind: str, config: Config, device: torch.device) -> None:
 
 
 def _opened(config, shard):
-    from common.training.data.checkpoint import open_checkpoint
+    from common.data.checkpoint import open_checkpoint
 
     return open_checkpoint(config.checkpoint, config, shard=shard)
 

@@ -82,7 +82,7 @@ on its part of each layer (layers/tensor.py):
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer --tp 2
 """
 
-from common.contract import Training, parse, variant
+from graph_worth.contract import Training, parse, variant
 from llama2_lora.config import FACTS, PRESETS, Config, flops_per_step
 
 if __name__ == "__main__":
@@ -93,10 +93,10 @@ from functools import partial
 import torch
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from common.measuring.marks import mark, section
-from common.session import session
-from common.training.flops import CAUSAL_HALF, peak_flops
-from common.variant import Capture, Unsupported
+from graph_worth.measuring.marks import mark, section
+from graph_worth.script.session import session
+from common.flops import CAUSAL_HALF, peak_flops
+from graph_worth.made_variant import Capture, Unsupported
 from llama2_lora.plan import card
 from llama2_lora.state import State, hyperparameters, resolve
 
@@ -105,7 +105,7 @@ MARK_EVERY = 16
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step. The baselines run it as it is, `eager` on layers of --layer, `eager_te` on Transformer Engine's.
-# @variant registers code for the command line and the harness (common/contract.py, docs/reading_a_script.md): skip it
+# @variant registers code for the command line and the harness (graph_worth/contract.py, docs/reading_a_script.md): skip it
 # at first reading.
 
 

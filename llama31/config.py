@@ -4,12 +4,12 @@ import math
 import os
 from dataclasses import dataclass
 
-from common.config import Timing, needs, option, require_fields, require_folder_of_its_own
-from common.machine.allocator import has_expandable_segments, nccl_registers
-from common.training.fit import require_split
-from common.training.flops import Transformer
-from common.training.parallel.groups import Parallel, require_divisible
-from common.training.scope_rules import Setting, refuse
+from graph_worth.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth.machine.allocator import has_expandable_segments, nccl_registers
+from common.fit import require_split
+from common.flops import Transformer
+from common.parallel.groups import Parallel, require_divisible
+from common.scope_rules import Setting, refuse
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
 # Llama 3.1's scaling of the rotary embedding (config.json, rope_scaling of type llama3).
@@ -264,7 +264,7 @@ FACTS = {
 # ------------------------------------------------------------------------------------------------
 # What cannot be captured
 
-# Variant -> its scope in common/training/scope_rules.py; the other variants capture nothing themselves.
+# Variant -> its scope in common/scope_rules.py; the other variants capture nothing themselves.
 SCOPES = {
     "graph_attn": "attn",
     "graph_mlp": "mlp",
@@ -295,7 +295,7 @@ def require_capturable(config: Config, variant: str, environment) -> None:
 
 
 def require_runnable(args) -> None:
-    """ValueError in one line where these `common.config.Arguments` cannot be run, whatever the device."""
+    """ValueError in one line where these `graph_worth.config.Arguments` cannot be run, whatever the device."""
     require_capturable(args.config, args.run.variant, os.environ)
     if args.run.mllog and len(set(args.config.counts)) > 1:
         raise ValueError(f"--mllog counts the same samples in each step: leave out --ramp {args.config.ramp}")

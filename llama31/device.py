@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from common.machine import host_state
-from common.training.fit import fewer_layers
-from common.training.memory_plan import GIB, budget_bytes
-from common.training.parallel.host_messages import of_all_ranks
-from common.training.precision import nvfp4
-from common.variant import Unsupported
+from graph_worth.machine import host_state
+from common.fit import fewer_layers
+from common.memory_plan import GIB, budget_bytes
+from graph_worth.parallel.host_messages import of_all_ranks
+from common.precision import nvfp4
+from graph_worth.made_variant import Unsupported
 from llama31 import config as llama_config
 from llama31.config import ROPE_SCALING, Config
 from llama31.memory import plan
@@ -58,14 +58,14 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
 
 
 def _te_fault(config):
-    from common.training.precision.transformer_engine import te_fault
+    from common.precision.transformer_engine import te_fault
 
     return te_fault(fp8=config.precision == "fp8")
 
 
 def open_checkpoint(config: Config):
     """The opened folder of --checkpoint. ValueError, one line with the flag, where it does not fit the config."""
-    from common.training.data import checkpoint
+    from common.data import checkpoint
 
     if config.share > 1 or config.share_cp > 1:
         raise ValueError("--checkpoint takes a whole model: --share-tp 1 --share-cp 1")
@@ -77,7 +77,7 @@ def require_precision(config: Config, device: torch.device) -> None:
     if config.precision == "nvfp4":
         nvfp4.require(device, "" if config.layer == "te" else "plain layers have no NVFP4 GEMM, take --layer te")
     if config.layer == "te":
-        from common.training.precision.transformer_engine import require_fp8, usable_transformer_engine
+        from common.precision.transformer_engine import require_fp8, usable_transformer_engine
 
         usable_transformer_engine()
         if config.precision == "nvfp4_emulated":

@@ -16,15 +16,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from common.training.parallel import collectives
-from common.training.parallel.differentiable_collectives import (
+from graph_worth.parallel import collectives
+from common.parallel.differentiable_collectives import (
     cross_entropy,
     gather_from_sequence,
     look_up,
     places,
     reduce_scatter_to_sequence,
 )
-from common.training.parallel.groups import Groups, Place, fill_
+from common.parallel.groups import Groups, Place, fill_
 from llama31.config import ROPE_SCALING, Config
 from llama31.linears import SwiGLU, make_linear
 
@@ -103,7 +103,7 @@ class PlainLayer(nn.Module):
             self.visible = (keys[None] <= positions_of(c, place.context_rank)[:, None]).to(device)
 
     def parts(self) -> dict[str, Part]:
-        """By the names that common/training/data/checkpoint.py gives them."""
+        """By the names that common/data/checkpoint.py gives them."""
         linears = {"qkv": self.qkv, "proj": self.proj, "fc1": self.fc1, "fc2": self.fc2}
         parts = {name: Part(each.weight, each.adds_to_main_grad, each.write) for name, each in linears.items()}
         return parts | {"norm1": Part(self.norm1), "norm2": Part(self.norm2)}
@@ -159,7 +159,7 @@ class TransformerEngineLayer(nn.Module):
 
     def __init__(self, config: Config, groups: Groups, place: Place, rope, dtype, device, recipe):
         super().__init__()
-        from common.training.precision.transformer_engine import transformer_engine
+        from common.precision.transformer_engine import transformer_engine
 
         te, c = transformer_engine(), config
         self.stored, parallel = c.weights == "fp8", {}

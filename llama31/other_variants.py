@@ -1,10 +1,10 @@
 """The variants beside train.py's: torch.compile, parameterized launches, and graph_step in FP4."""
 
-from common.compiled import Compiled, require_compiler
-from common.contract import variant
-from common.training.precision import nvfp4
-from common.variant import Unsupported
-from common.variant_parameterized import Parameterized
+from graph_worth.compiled import Compiled, require_compiler
+from graph_worth.contract import variant
+from common.precision import nvfp4
+from graph_worth.made_variant import Unsupported
+from graph_worth.variant_parameterized import Parameterized
 from llama31.state import State
 from llama31.train import GraphedStep, eager_step
 

@@ -4,17 +4,17 @@ import contextlib
 
 import torch
 
-from common.capture.pool import StaticInputs
-from common.measuring.marks import mark, section
-from common.training.data import token_files
-from common.training.history import History
-from common.training.optimizers.adam import Adam
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.optimizers.no_adam import NoAdam
-from common.training.parallel import collectives
-from common.training.parallel.buckets import GradientBuckets, reduce_norm_
-from common.training.parallel.groups import make_groups
-from common.variant import Unsupported
+from graph_worth.capture.pool import StaticInputs
+from graph_worth.measuring.marks import mark, section
+from common.data import token_files
+from common.history import History
+from common.optimizers.adam import Adam
+from common.optimizers.hyperparameters import Hyperparameters
+from common.optimizers.no_adam import NoAdam
+from graph_worth.parallel import collectives
+from common.parallel.buckets import GradientBuckets, reduce_norm_
+from common.parallel.groups import make_groups
+from graph_worth.made_variant import Unsupported
 from llama31 import validation
 from llama31.config import Config, layers_of_stages
 from llama31.device import open_checkpoint, recipe_of, require_precision
@@ -180,7 +180,7 @@ class State(History):
         """The context that Transformer Engine's layers are called in; current scales are computed within the layers."""
         if self.config.layer != "te" or self.recipe is None:
             return contextlib.nullcontext()
-        from common.training.precision.transformer_engine import transformer_engine
+        from common.precision.transformer_engine import transformer_engine
 
         return transformer_engine().autocast(enabled=True, recipe=self.recipe)
 

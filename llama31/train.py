@@ -65,7 +65,7 @@ and NaN checks in other_variants.py.
     torchrun --standalone --nproc-per-node 2 -m llama31.train --preset tiny --variant graph_fwd_bwd --tp 2
 """
 
-from common.contract import Training, parse, variant
+from graph_worth.contract import Training, parse, variant
 from llama31.config import FACTS, PRESETS, Config, flops_per_step, require_runnable, tokens_per_step
 
 if __name__ == "__main__":
@@ -75,11 +75,11 @@ if __name__ == "__main__":
 import torch
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from common.measuring.marks import mark, section
-from common.session import session
-from common.training.flops import CAUSAL_HALF, peak_flops
-from common.training.parallel import collectives
-from common.variant import Capture
+from graph_worth.measuring.marks import mark, section
+from graph_worth.script.session import session
+from common.flops import CAUSAL_HALF, peak_flops
+from graph_worth.parallel import collectives
+from graph_worth.made_variant import Capture
 from llama31.device import card, resolve
 from llama31.pipeline import stage as pipeline
 from llama31.state import State, hyperparameters
@@ -87,7 +87,7 @@ from llama31.validation import GraphedValidation, validate
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step. The baseline `eager` runs it as it is. @variant registers it for the command line and the harness
-# (common/contract.py, docs/reading_a_script.md): skip @variant at first reading.
+# (graph_worth/contract.py, docs/reading_a_script.md): skip @variant at first reading.
 
 
 @variant(
@@ -166,7 +166,7 @@ class GraphedPass:
         self.pool = capture.pool()  # memory that the graphs share; without a GPU the graphs are host graphs
         # Three eager steps on the state: libraries allocate and communicators connect at first use, not in a capture.
         # `session` undoes them by state.reset before step 0, in place, since graphs hold addresses. All this is on one
-        # side stream (common/measuring/torch_settings.py), eager steps too.
+        # side stream (graph_worth/measuring/torch_settings.py), eager steps too.
         capture.warm_up(eager_step)
         with capture.timed("warmup_s"):
             # Warm-up for the validation's pass without gradients. The first capture empties the allocator's cache,

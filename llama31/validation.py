@@ -3,8 +3,8 @@
 state: a llama31.state.State.
 """
 
-from common.capture.pool import Pool
-from common.measuring.marks import section
+from graph_worth.capture.pool import Pool
+from graph_worth.measuring.marks import section
 from llama31.pipeline.stage import forward_only
 
 

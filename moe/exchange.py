@@ -17,10 +17,10 @@ import os
 
 import torch
 
-from common.machine.allocator import has_expandable_segments, nccl_registers
-from common.training.parallel import collectives
-from common.training.scope_rules import Setting, refuse
-from common.variant import Unsupported
+from graph_worth.machine.allocator import has_expandable_segments, nccl_registers
+from graph_worth.parallel import collectives
+from common.scope_rules import Setting, refuse
+from graph_worth.made_variant import Unsupported
 from moe.config import Config
 from moe.kernels import labels, rows
 from moe.kernels.order import Plan, order_rows
@@ -30,7 +30,7 @@ from moe.kernels.routing import Routed
 def require_capturable(num_ranks: int, scope: str, environment=os.environ) -> None:
     """Unsupported, with the rule, where a graph of this scope cannot hold the exchange of several ranks.
 
-    scope: as in common/training/scope_rules.py.
+    scope: as in common/scope_rules.py.
     """
     moves = nccl_registers(environment) and has_expandable_segments(environment)
     try:

@@ -7,19 +7,19 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.capture.pool import StaticInputs
-from common.machine import host_state
-from common.measuring.marks import mark, section
-from common.training.data import token_files
-from common.training.fit import fewer_layers, require
-from common.training.history import History
-from common.training.optimizers.adam import Adam
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.parallel import collectives
-from common.training.parallel.buckets import GradientBuckets, reduce_norm_
-from common.training.parallel.groups import fill_
-from common.training.parallel.host_messages import of_all_ranks
-from common.variant import Unsupported
+from graph_worth.capture.pool import StaticInputs
+from graph_worth.machine import host_state
+from graph_worth.measuring.marks import mark, section
+from common.data import token_files
+from common.fit import fewer_layers, require
+from common.history import History
+from common.optimizers.adam import Adam
+from common.optimizers.hyperparameters import Hyperparameters
+from graph_worth.parallel import collectives
+from common.parallel.buckets import GradientBuckets, reduce_norm_
+from common.parallel.groups import fill_
+from graph_worth.parallel.host_messages import of_all_ranks
+from graph_worth.made_variant import Unsupported
 from moe.attention import Sequences
 from moe.config import CONTEXT_BYTES, GIB, PRESETS, Config, fit, host_bytes, needed_bytes, trained_parameters
 from moe.exchange import Exchange
@@ -275,7 +275,7 @@ class State(History):
 
 def opened(config: Config):
     """The opened folder of --checkpoint. ValueError in one line where it does not fit the config."""
-    from common.training.data.checkpoint import open_checkpoint
+    from common.data.checkpoint import open_checkpoint
 
     # transformers rounds the bounds of YaRN's ramp unless the folder says otherwise.
     rope = {"rope_type": "yarn", "truncate": False, **YARN} if config.family == "gpt_oss" else None

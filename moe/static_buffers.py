@@ -20,9 +20,9 @@ import time
 
 import torch
 
-from common.contract import variant
-from common.measuring.marks import mark, section
-from common.training.parallel import collectives
+from graph_worth.contract import variant
+from graph_worth.measuring.marks import mark, section
+from graph_worth.parallel import collectives
 from moe.exchange import require_capturable
 from moe.state import State
 from moe.train import forward_and_backward

@@ -73,7 +73,7 @@ Freed          at the end of a run `session` calls reset() of every graph and dr
     python -m moe.train --preset gpt_oss --variant graph_step     # GPT-OSS-20B, as many layers as fit
 """
 
-from common.contract import Training, parse, variant
+from graph_worth.contract import Training, parse, variant
 from moe import config as moe_config
 from moe.config import FACTS, PRESETS, Config
 
@@ -83,10 +83,10 @@ if __name__ == "__main__":
 import torch
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from common.measuring.marks import mark, section
-from common.session import session
-from common.training import flops
-from common.variant import Capture
+from graph_worth.measuring.marks import mark, section
+from graph_worth.script.session import session
+from common import flops
+from graph_worth.made_variant import Capture
 from moe.exchange import require_capturable
 from moe.kernels.order import Plan
 from moe.kernels.routing import Routed
@@ -96,7 +96,7 @@ from moe.state import State, hyperparameters, resolve
 # 1. The eager step
 
 
-# For the command line and the harness (common/contract.py, docs/reading_a_script.md): skip it at first reading.
+# For the command line and the harness (graph_worth/contract.py, docs/reading_a_script.md): skip it at first reading.
 @variant("eager", kind="eager", help="kernels launched one by one", parity="bitwise", headline=True)
 def eager_step(state: State, index: int):
     """Train on batch `index`. On one rank nothing in it waits for the GPU."""
@@ -151,7 +151,7 @@ class GraphedParts:
         self.state, self.pool = state, capture.pool()  # memory that the graphs share
         # Three eager steps: libraries allocate and choose kernels at first use, which must not be in a capture.
         # `session` undoes them by state.reset before step 0, in place, since graphs hold addresses. All is on one side
-        # stream (common/measuring/torch_settings.py), eager steps too.
+        # stream (graph_worth/measuring/torch_settings.py), eager steps too.
         capture.warm_up(eager_step)
         self.graphs: dict[tuple[int, int], LayerGraphs] = {}
         # Gradients of a graph's outputs. One set serves all: a backward graph reads it right after it is filled.

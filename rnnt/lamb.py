@@ -22,8 +22,8 @@ import math
 
 import torch
 
-from common.training.optimizers.loss_scaler import LossScaler
-from common.training.parallel import collectives
+from common.optimizers.loss_scaler import LossScaler
+from graph_worth.parallel import collectives
 from rnnt.config import Config
 
 

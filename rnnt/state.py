@@ -5,11 +5,11 @@ import functools
 
 import torch
 
-from common.machine import memory
-from common.measuring.marks import section
-from common.training.optimizers.loss_scaler import LossScaler
-from common.training.step_report import ScaledReport
-from common.variant import Unsupported
+from graph_worth.machine import memory
+from graph_worth.measuring.marks import section
+from common.optimizers.loss_scaler import LossScaler
+from common.step_report import ScaledReport
+from graph_worth.made_variant import Unsupported
 from rnnt import config as rnnt_config
 from rnnt.config import GENERATED, Config
 from rnnt.data import buckets
@@ -65,7 +65,7 @@ class State:
             pinned = self.device.type == "cuda"
             return Synthetic(self.config, rank, world_size, self.dtype, seed, pinned)
         try:
-            from rnnt.speech.source import Speech
+            from rnnt.speech.utterances import Speech
         except ImportError as error:
             packages = f"speech takes soundfile and nvidia-dali ({error})"
             raise ValueError(f"--data {self.config.data}: {packages}: ./setup.sh speech dali") from None

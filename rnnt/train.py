@@ -74,7 +74,7 @@ Freed          at the end of a run `session` calls graph.reset() and drops graph
     torchrun --standalone --nproc-per-node 2 -m rnnt.train --variant graph_networks    # data parallel
 """
 
-from common.contract import Training, parse, variant
+from graph_worth.contract import Training, parse, variant
 from rnnt.config import FACTS, PRESETS, Config, card, learning_rate, notes, require
 
 if __name__ == "__main__":
@@ -84,13 +84,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.machine.host_state import available_host_bytes
+from graph_worth.machine.host_state import available_host_bytes
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from common.measuring.marks import mark, section
-from common.session import session
-from common.training.flops import peak_flops
-from common.variant import Capture
+from graph_worth.measuring.marks import mark, section
+from graph_worth.script.session import session
+from common.flops import peak_flops
+from graph_worth.made_variant import Capture
 from rnnt.data.batches import Batch
 from rnnt.loss import transducer_loss
 from rnnt.state import State, nominal_flops
@@ -205,7 +205,7 @@ class GraphedStep:
         # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. So warm_up
         # makes three eager steps on the state, then each shape runs once. `session` undoes them by state.reset before
         # step 0. dummy_batch fills, with random frames, the very tensors that load_batch later returns for this shape.
-        # All is on one side stream (common/measuring/torch_settings.py), eager steps, captures and replays.
+        # All is on one side stream (graph_worth/measuring/torch_settings.py), eager steps, captures and replays.
         capture.warm_up(padded_step)
         with capture.timed("warmup_s"):
             for shape in reversed(pairs):

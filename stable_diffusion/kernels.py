@@ -13,7 +13,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from common.training.triton_launch import Launch
+from graph_worth.capture.triton_launch import Launch
 
 try:
     import triton

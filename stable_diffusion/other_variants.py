@@ -1,9 +1,9 @@
 """Other ways to run Stable Diffusion's step: torch's kernels, torch.compile, parameterized launches, Lightning."""
 
-from common.compiled import Compiled
-from common.contract import variant
-from common.variant import Unsupported
-from common.variant_parameterized import Parameterized
+from graph_worth.compiled import Compiled
+from graph_worth.contract import variant
+from graph_worth.made_variant import Unsupported
+from graph_worth.variant_parameterized import Parameterized
 from stable_diffusion.state import State
 from stable_diffusion.train import GraphedStep, eager_step
 
@@ -38,7 +38,7 @@ class EagerTorch:
 def graph_step_lightning(state: State, capture):
     """The full iteration as one graph, captured and replayed inside the loop of Lightning's Trainer."""
     if state.buckets:
-        raise Unsupported("graph_step_lightning runs on one GPU: common.capture.lightning captures one device's step")
+        raise Unsupported("graph_step_lightning runs on one GPU: graph_worth.capture.lightning captures one device's step")
     try:
         from stable_diffusion.lightning_variant import LightningGraph
     except ImportError as error:

@@ -21,7 +21,7 @@ does so with fused=True, capturable=True, a tensor as lr, and found_inf from Gra
 
 Captured: `training_step`, from `noisy_latents` to `update`, in one graph. The host needs no value from the GPU in it.
 Each replay draws new random numbers, because torch registers its default generator with the graph. The all-reduce is
-captured, too: NCCL connects before (common/training/parallel/collectives.py), its buffers never move, and all ranks
+captured, too: NCCL connects before (graph_worth/parallel/collectives.py), its buffers never move, and all ranks
 replay in the same order. `graph_networks` captures only the UNet, for comparison. In plain torch:
 
     torch.cuda.set_stream(torch.cuda.Stream())   # before all else: captures cannot use the default stream
@@ -60,7 +60,7 @@ Freed          after the loop `session` calls graph.reset(), which gives back th
     torchrun --standalone --nproc-per-node 2 -m stable_diffusion.train --variant graph_step    # data parallel
 """
 
-from common.contract import Training, parse, variant
+from graph_worth.contract import Training, parse, variant
 from stable_diffusion.config import FACTS, PRESETS, Config, card, flops_per_sample, require
 
 if __name__ == "__main__":
@@ -70,13 +70,13 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from common.machine import host_state
+from graph_worth.machine import host_state
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from common.measuring.marks import mark, section
-from common.session import session
-from common.training import flops
-from common.variant import Capture
+from graph_worth.measuring.marks import mark, section
+from graph_worth.script.session import session
+from common import flops
+from graph_worth.made_variant import Capture
 from stable_diffusion.data import shards
 from stable_diffusion.state import State, hyperparameters
 
@@ -84,7 +84,7 @@ from stable_diffusion.state import State, hyperparameters
 # 1. The eager step
 
 
-# @variant registers a way to run the step for the command line and the harness (common/contract.py,
+# @variant registers a way to run the step for the command line and the harness (graph_worth/contract.py,
 # docs/reading_a_script.md). Skip it at first reading.
 @variant("eager", kind="eager", parity="bitwise", headline=True)
 def eager_step(state: State, index: int):
@@ -107,7 +107,7 @@ def training_step(state: State):
         grads = state.reduce(grads)  # on several ranks an all-reduce, the mean; on one rank nothing
     mark()
     with section("optimizer"):
-        # On the GPU: overflow check, AdamW, loss scale (common/training/optimizers). Loss, gradient norm and
+        # On the GPU: overflow check, AdamW, loss scale (common/optimizers). Loss, gradient norm and
         # overflows go to the report, a tensor at a fixed address, which end_step reads.
         state.update(loss, grads)
 
@@ -123,7 +123,7 @@ class GraphedStep:
     A replay reads the static inputs, the learning rate, weights, optimizer state and loss scale, and the random seed
     and offset, which torch writes before each replay. It writes weights, optimizer state, loss scale and report. All of
     these lie outside the graph's pool, which holds activations and gradients. The whole process, eager steps too, runs
-    on one side stream (common/measuring/torch_settings.py), as in the docstring above; only staging has its own.
+    on one side stream (graph_worth/measuring/torch_settings.py), as in the docstring above; only staging has its own.
     """
 
     def __init__(self, state: State, capture: Capture):

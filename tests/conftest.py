@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Files whose tests run in one process, one after the other: they share a cluster, or jobs that run for a minute.
-IN_ONE_PROCESS = ("tests/benchmarks/slurm/test_slurm.py", "tests/common/measuring/test_agreement.py")
+IN_ONE_PROCESS = ("tests/benchmarks/slurm/test_slurm.py", "tests/graph_worth/measuring/test_agreement.py")
 
 # A file of slow tests alone, which `make test` does not import: Lightning takes five seconds in each process.
 SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)

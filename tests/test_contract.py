@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import script
-from common.config import needs
-from common.measuring import trace
-from common.variant import Unsupported
+from graph_worth.harness import script
+from graph_worth.config import needs
+from graph_worth.measuring import kernel_trace as trace
+from graph_worth.made_variant import Unsupported
 from tests.helpers import contracts, forked
 from tests.helpers.once import once
 

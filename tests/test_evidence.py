@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from benchmarks import publish
-from common.folders import ROOT
+from graph_worth.folders import ROOT
 from tests.helpers.made_run import made_run, write
 
 # A run file, or a file of a session of the archive; what is made from them stands beside them and may change.

@@ -9,9 +9,9 @@ import sys
 import pytest
 import torch
 
-from common.folders import ROOT
-from common.your_step import doctor
-from common.your_step.findings import STOPS, WRONG
+from graph_worth.folders import ROOT
+from graph_worth.your_step import doctor
+from graph_worth.your_step.findings import STOPS, WRONG
 from tests.helpers import gloo_ranks
 
 ALIKE, WHOLE_IS_WRONG, NO_CAPTURE = set(), {WRONG}, {STOPS}

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from common.folders import ROOT
-from common.machine.source import code_files
+from graph_worth.folders import ROOT
+from graph_worth.machine.source import code_files
 
 # Runs a script as python -m does, then prints the files of all modules, the script's own among them.
 PROGRAM = """
@@ -41,6 +41,6 @@ def test_two_steps_by_hand_load_no_more_lines_of_ours(model, variant, most):
     assert done.returncode == 0, done.stdout + done.stderr
     loaded = {(ROOT / line).resolve() for line in done.stdout.splitlines() if line.endswith(".py")}
     lines = {path: len((ROOT / path).read_text().splitlines()) for path in code_files(ROOT) if ROOT / path in loaded}
-    assert f"{model}/train.py" in lines and "common/session.py" in lines
+    assert f"{model}/train.py" in lines and "graph_worth/script/session.py" in lines
     largest = "\n".join(f"{count:6,} {path}" for path, count in sorted(lines.items(), key=lambda item: -item[1]))
     assert sum(lines.values()) <= most, f"{sum(lines.values()):,} lines:\n{largest}"

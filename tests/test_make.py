@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from benchmarks import from_make, run
+from benchmarks import from_make
+from graph_worth.harness import run
 from tests.helpers.fake_machine import FAKE_PYTHON, ROOT, Machine, matching
 
 

@@ -7,11 +7,12 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import judge, overview, plot, runs
-from benchmarks.files import run_file
-from benchmarks.files.facts import Gpu
+from graph_worth.harness import judge
+from benchmarks import overview, plot, runs
+from graph_worth.harness.files import run_file
+from graph_worth.harness.files.facts import Gpu
 from benchmarks.pages import tables
-from common.folders import ROOT
+from graph_worth.folders import ROOT
 from tests.helpers.made_run import H200, write
 
 pytestmark = pytest.mark.slow

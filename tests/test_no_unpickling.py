@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from common.folders import ROOT
-from common.machine.source import code_files
+from graph_worth.folders import ROOT
+from graph_worth.machine.source import code_files
 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"}
 # Methods of these names load a pickle, whatever the module is called there; torch's with weights_only=True does not.
@@ -44,7 +44,7 @@ def faults_of_call(node):
 
 
 def test_there_is_code_to_look_at():
-    assert {"llama2_lora/data/rows.py", "stable_diffusion/data/shards.py", "benchmarks/files/run_file.py"} <= set(CODE)
+    assert {"llama2_lora/data/rows.py", "stable_diffusion/data/shards.py", "graph_worth/harness/files/run_file.py"} <= set(CODE)
 
 
 def test_no_code_unpickles_or_evaluates_data():

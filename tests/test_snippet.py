@@ -10,10 +10,10 @@ import re
 import pytest
 import torch
 
-from common.capture.host_graph import HostPool
-from common.folders import ROOT
-from common.your_step import doctor
-from common.your_step.findings import STOPS, WRONG
+from graph_worth.capture.host_graph import HostPool
+from graph_worth.folders import ROOT
+from graph_worth.your_step import doctor
+from graph_worth.your_step.findings import STOPS, WRONG
 
 README = (ROOT / "README.md").read_text()
 (SNIPPET,) = re.findall(r"```python\n(def graphed.*?)```", README, re.DOTALL)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 
-from common.text import lines, printable
+from graph_worth.text import lines, printable
 
 DPI = 120
 INK, FAINT, BAND, GRID = "#222222", "#666666", "#e9eef3", "#e4e4e4"

@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks import runs
-from benchmarks.files.archive import SAME_KERNELS
-from benchmarks.files.facts import Run, stem
-from benchmarks.files.workload import Workload
+from benchmarks.archive import SAME_KERNELS
+from graph_worth.harness.files.facts import Run, stem
+from graph_worth.harness.files.workload import Workload
 from benchmarks.pages import published
 from benchmarks.runs import HostMeans, Range, Row
-from common.folders import OWN_STEP
+from graph_worth.folders import OWN_STEP
 
 # Names of the example steps, as their projects write them.
 STEPS = {"muon": "Muon", "nanogpt": "nanoGPT", "rssm": "RSSM", "detr": "DETR"}

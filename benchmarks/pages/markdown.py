@@ -2,7 +2,7 @@
 
 import re
 
-from common.text import printable
+from graph_worth.text import printable
 
 
 def in_markdown(text) -> str:

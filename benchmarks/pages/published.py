@@ -8,7 +8,7 @@ import functools
 import tomllib
 from dataclasses import dataclass, field
 
-from common.folders import ROOT
+from graph_worth.folders import ROOT
 
 
 @dataclass(frozen=True, kw_only=True)

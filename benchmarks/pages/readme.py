@@ -23,16 +23,17 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
-from benchmarks import runs, statistics
-from benchmarks.files.facts import Run, stem
-from benchmarks.files.workload import workload_of
-from benchmarks.judge import PASS, judged
-from benchmarks.pages import headlines, memory, operators, published, scopes, tables
+from benchmarks import runs
+from graph_worth.harness import intervals as statistics
+from graph_worth.harness.files.facts import Run, stem
+from graph_worth.harness.files.workload import workload_of
+from graph_worth.harness.judge import PASS, judged
+from benchmarks.pages import headlines, memory_table as memory, operator_page as operators, published, scopes, tables
 from benchmarks.pages.headlines import Headline
 from benchmarks.pages.markdown import in_markdown
-from benchmarks.pages.run_table import GIB
+from graph_worth.harness.pages.run_table import GIB
 from benchmarks.runs import Found, Range, Row
-from common.folders import OWN_STEP, ROOT
+from graph_worth.folders import OWN_STEP, ROOT
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import runs
-from benchmarks.files.facts import stem
-from benchmarks.judge import PASS
+from graph_worth.harness.files.facts import stem
+from graph_worth.harness.judge import PASS
 from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.runs import Found

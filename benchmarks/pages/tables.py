@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
-from benchmarks import runs, statistics
-from benchmarks.files.facts import digits
-from benchmarks.judge import PASS, judged
+from benchmarks import runs
+from graph_worth.harness import intervals as statistics
+from graph_worth.harness.files.facts import digits
+from graph_worth.harness.judge import PASS, judged
 from benchmarks.pages.markdown import in_markdown
-from benchmarks.pages.run_table import GIB, milliseconds
+from graph_worth.harness.pages.run_table import GIB, milliseconds
 from benchmarks.runs import Row
-from common.text import printable
+from graph_worth.text import printable
 
 SCREEN = 100
 FEW = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain over hosts", "at most", "hosts", "note")

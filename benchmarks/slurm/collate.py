@@ -10,10 +10,10 @@ a line for each that did not.
 import sys
 from pathlib import Path
 
-from benchmarks.command import parser_of
-from benchmarks.files import partial, run_file
-from benchmarks.files.facts import Run
-from benchmarks.pages import run_table
+from graph_worth.harness.command import parser_of
+from graph_worth.harness.files import partial, run_file
+from graph_worth.harness.files.facts import Run
+from graph_worth.harness.pages import run_table
 
 
 def outcome(folder: Path, job: str) -> str | None:

@@ -12,8 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.command import parser_of
-from benchmarks.files import partial, run_file
+from graph_worth.harness.command import parser_of
+from graph_worth.harness.files import partial, run_file
 
 # Facts that a run which goes on does not measure again.
 KEPT = ("parity", "plan", "cycle", "profile", "course", "left_out")

@@ -5,7 +5,7 @@
         forward or backward pass of the chunk's layers
     exchange(...), scale updates, optimizer
 
-Interleaved 1F1B (common/training/schedule.py): a stage has `chunks` parts of the model, and several microbatches are on
+Interleaved 1F1B (common/schedule.py): a stage has `chunks` parts of the model, and several microbatches are on
 their way through it at a time. No variant captures the sends and receives, since their other end is another rank's own
 step; embedding, final norm and loss, as in gpt3/train.py; the FP8 scale updates, one a step, since a chunk's amaxes are
 complete when its last microbatch has run; and the optimizer.
@@ -14,10 +14,10 @@ With --pp-rank a stage runs without the others. Its inputs are then copied from 
 its outputs are dropped, and their root mean squares are added to its loss, since most stages have no loss of their own.
 """
 
-from common.contract import variant
-from common.measuring.marks import mark, section
-from common.training.parallel import collectives
-from common.training.schedule import origin
+from graph_worth.contract import variant
+from graph_worth.measuring.marks import mark, section
+from graph_worth.parallel import collectives
+from common.schedule import origin
 from gpt3.state import State
 
 
@@ -25,7 +25,7 @@ class Stage:
     """The stage's passes with its layers called, kernels launched one by one. Subclasses replay graphs instead.
 
     made: {(stage, step, microbatch): output of that pass, made here or received}, until another pass takes it. step: as
-    in common/training/schedule.py, +c and -c for the forward and the backward pass of chunk c, counted from 1.
+    in common/schedule.py, +c and -c for the forward and the backward pass of chunk c, counted from 1.
     """
 
     accumulate_all = False

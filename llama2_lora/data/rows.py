@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.text import printable
-from common.training.data import limits
-from common.training.data.limits import first_line, open_regular
+from graph_worth.text import printable
+from common.data import limits
+from common.data.limits import first_line, open_regular
 
 FLAG = "--data"
 FIELDS = ("input_ids", "labels", "loss_mask", "seq_start_id")

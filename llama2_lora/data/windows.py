@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.training.data import token_files
+from common.data import token_files
 from llama2_lora.config import MAX_DOCUMENTS, Config
 from llama2_lora.data import rows
 from llama2_lora.data.rows import Source

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llama2_lora.config import Config
-from llama2_lora.kernels.operators import rope_angles
+from llama2_lora.kernels.torch_operators import rope_angles
 
 
 class Adapter(nn.Module):

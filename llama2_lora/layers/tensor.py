@@ -8,8 +8,8 @@ all norms.
 
 import torch
 
-from common.training.parallel import collectives
-from common.training.parallel.differentiable_collectives import own_rows
+from graph_worth.parallel import collectives
+from common.parallel.differentiable_collectives import own_rows
 
 
 class TensorRanks:

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from common.training.precision import nvfp4
-from common.training.precision.transformer_engine import transformer_engine
+from common.precision import nvfp4
+from common.precision.transformer_engine import transformer_engine
 from llama2_lora.config import Config
-from llama2_lora.kernels.operators import rope_angles
+from llama2_lora.kernels.torch_operators import rope_angles
 from llama2_lora.layers.plain import Adapter
 
 

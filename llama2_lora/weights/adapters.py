@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import torch as safetensors_torch
 
-from common.config import require_writable
-from common.files import write_text
+from graph_worth.config import require_writable
+from graph_worth.files import write_text
 from llama2_lora.config import REPLICATED, Config
 from llama2_lora.weights.frozen import shard_of, unsharded
 

@@ -4,9 +4,9 @@ A plain layer (llama31/model.py) keeps everything, or runs again in the backward
 te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
 """
 
-from common.training import fit as fitting
-from common.training import memory_plan, schedule
-from common.training.memory_plan import GIB, Plan
+from common import fit as fitting
+from common import memory_plan, schedule
+from common.memory_plan import GIB, Plan
 from llama31.config import KEEP, PRESETS, Config, layer_parameters, num_parameters
 
 # What CUDA, NCCL, cuBLAS and cuDNN take outside of torch's allocator.
@@ -101,7 +101,7 @@ def make_plan(config: Config, keep: str | None = None) -> Plan:
 
 
 def choose(config: Config, preset: str, total_bytes: int, budget: int) -> str:
-    """Choose the items that layers keep on a GPU, see `common.training.memory_plan.choose`."""
+    """Choose the items that layers keep on a GPU, see `common.memory_plan.choose`."""
     cards = KEEP.get((preset, config.layer), {})
     return memory_plan.choose(config.keep, cards, total_bytes, budget, lambda keep: make_plan(config, keep).bytes)
 

@@ -1,7 +1,7 @@
 """A step in the order of a pipeline's schedule (1F1B): this rank's stage runs microbatches forward and backward and
 exchanges activations and gradients with the stages beside it. Nothing waits for the host, so all of it can be captured.
 
-state: a llama31.state.State. step: 1 or -1, the forward or backward pass of a microbatch (common/training/schedule.py).
+state: a llama31.state.State. step: 1 or -1, the forward or backward pass of a microbatch (common/schedule.py).
 """
 
 import functools
@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from common.measuring.marks import mark, section
-from common.training.parallel import collectives
-from common.training.schedule import communications, numbered, order
+from graph_worth.measuring.marks import mark, section
+from graph_worth.parallel import collectives
+from common.schedule import communications, numbered, order
 
 
 class Eager:

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from common.training.triton_launch import Launch
+from graph_worth.capture.triton_launch import Launch
 from moe.kernels import in_triton, tl, triton
 
 

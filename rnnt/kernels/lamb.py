@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from common.training.triton_launch import Launch
+from graph_worth.capture.triton_launch import Launch
 
 NUM_WARPS = 4
 SUM_TILE = 1024

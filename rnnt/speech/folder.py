@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import soundfile
 
-from common.text import printable
+from graph_worth.text import printable
 from rnnt.config import Config
 from rnnt.speech import transcripts
 

@@ -17,11 +17,12 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import ask, command, compare, gate, measure, publish, report, run, submit, sweep
-from benchmarks.processes import launch
-from benchmarks.script import models
-from common.folders import ROOT
-from common.your_step import doctor, step_file
+from graph_worth.harness import ask, command, measure, report, run
+from benchmarks import compare, gate, publish, submit, sweep
+from graph_worth.harness.processes import launch
+from graph_worth.harness.script import models
+from graph_worth.folders import ROOT
+from graph_worth.your_step import doctor, step_file
 from tests.helpers import contracts
 from tests.helpers.made_run import put
 from tests.helpers.processes import until
@@ -205,7 +206,7 @@ def build(device):
 TINY = {"run": (["--out", "runs"], ["--preset", "tiny"]), "sweep": (["--out", "runs"], ["--preset", "tiny"])}
 TINY |= {"measure": (["--out", "runs"], []), "submit": (["--dry-run"], [])}
 TINY |= {model: ([], ["--preset", "tiny"]) for model in models()}
-MODULES = {"doctor": "common.your_step.doctor"} | {model: f"{model}.train" for model in models()}
+MODULES = {"doctor": "graph_worth.your_step.doctor"} | {model: f"{model}.train" for model in models()}
 
 
 def answer_of(program, words, folder):

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import gate
-from benchmarks.files.facts import Raised
+from graph_worth.harness.files.facts import Raised
 from tests.helpers.made_run import FOLDER, made_run, put, write
 
 

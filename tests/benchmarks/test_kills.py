@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from benchmarks import judge
-from benchmarks.files import partial
-from benchmarks.processes import supervisor
+from graph_worth.harness import judge
+from graph_worth.harness.files import partial
+from graph_worth.harness.processes import supervisor
 from tests.helpers.bench_process import bench, only_run, start, wait_for, workers
 from tests.helpers.processes import until
 

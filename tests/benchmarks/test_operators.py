@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from benchmarks import operators, runs
-from benchmarks.pages import operators as page
-from common.capture.pool import Pool
-from common.measuring import captured_operators as tried
-from common.measuring import operator_table
+from benchmarks.pages import operator_page as page
+from graph_worth.capture.pool import Pool
+from graph_worth.measuring import captured_operators as tried
+from graph_worth.measuring import operator_table
 
 CPU = torch.device("cpu")
 NEEDS_SAMPLES = pytest.mark.skipif(importlib.util.find_spec("expecttest") is None, reason="torch's samples need it")

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import runs
-from benchmarks.files.archive import ArchivedHost
-from benchmarks.files.facts import Raised
-from benchmarks.files.workload import Workload
-from benchmarks.pages import run_table, tables
-from common.folders import OWN_STEP, ROOT
+from benchmarks.archive import ArchivedHost
+from graph_worth.harness.files.facts import Raised
+from graph_worth.harness.files.workload import Workload
+from graph_worth.harness.pages import run_table
+from benchmarks.pages import tables
+from graph_worth.folders import OWN_STEP, ROOT
 from tests.helpers.made_run import FOLDER, H200, made_run, put, write
 
 EAGERS = ("eager", "eager_twin", "graph_layer")

@@ -1,4 +1,4 @@
-"""The simulation follows benchmarks.statistics, the rates are reached, and results/simulation.md has its tables."""
+"""The simulation follows graph_worth.harness.intervals, the rates are reached, and results/simulation.md has its tables."""
 
 import math
 import re
@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from benchmarks import statistics
-from benchmarks.measuring.request import FEWEST_CYCLES
+from graph_worth.harness import intervals as statistics
+from graph_worth.harness.builds.request import FEWEST_CYCLES
 from tests.helpers import simulated_blocks
 
 PAGE = Path(__file__).resolve().parents[2] / "results" / "simulation.md"

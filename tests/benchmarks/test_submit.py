@@ -12,9 +12,10 @@ import sys
 
 import pytest
 
-from benchmarks import script, submit
-from benchmarks.slurm import queue
-from common.folders import ROOT
+from graph_worth.harness import script
+from benchmarks import submit
+from benchmarks.slurm import jobs as queue
+from graph_worth.folders import ROOT
 from tests.helpers.slurm_shims import shims
 
 MODEL = "tests.lying_model"

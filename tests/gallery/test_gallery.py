@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.measuring import torch_settings
-from common.your_step.doctor import UP_TO_OPTIMIZER, WHOLE, diagnose
-from common.your_step.findings import NOTE, REMEDIES
-from common.your_step.trial import EQUAL
+from graph_worth.measuring import torch_settings
+from graph_worth.your_step.doctor import UP_TO_OPTIMIZER, WHOLE, diagnose
+from graph_worth.your_step.findings import NOTE, REMEDIES
+from graph_worth.your_step.trial import EQUAL
 
 FOLDER = Path(__file__).parent
 BROKEN = sorted((FOLDER / "broken").glob("*.py"))

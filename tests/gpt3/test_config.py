@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.training.parallel.groups import Ranks
+from common.parallel.groups import Ranks
 from gpt3.config import (
     CONTEXT_BYTES,
     PRESETS,

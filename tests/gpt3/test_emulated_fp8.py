@@ -4,8 +4,8 @@ import numpy
 import pytest
 import torch
 
-from common.capture.host_graph import HostPool
-from common.training.precision.fp8 import E4M3_MAX, E5M2_MAX
+from graph_worth.capture.host_graph import HostPool
+from common.precision.fp8 import E4M3_MAX, E5M2_MAX
 from gpt3.emulated_fp8 import EmulatedLinear, EmulatedScaling
 
 # (mantissa bits, smallest exponent, largest value)

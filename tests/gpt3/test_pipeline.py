@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.capture.pool import Pool
-from common.training.optimizers.no_adam import NUDGE
-from common.training.schedule import peak_in_flight
-from common.variant import Unsupported
+from graph_worth.capture.pool import Pool
+from common.optimizers.no_adam import NUDGE
+from common.schedule import peak_in_flight
+from graph_worth.made_variant import Unsupported
 from gpt3 import train
 from gpt3.config import PRESETS
 from gpt3.pipeline import stage as pipeline

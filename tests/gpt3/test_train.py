@@ -15,8 +15,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.training import flops
-from common.variant import Unsupported
+from common import flops
+from graph_worth.made_variant import Unsupported
 from gpt3 import train
 from gpt3.config import PRESETS
 from gpt3.state import State, held_out_batches, hyperparameters, resolve, training_batches

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from common.capture.host_graph import HostPool
-from common.training.optimizers.adam import Adam
-from common.training.optimizers.hyperparameters import Hyperparameters
-from common.training.parallel import collectives
-from common.training.parallel.buckets import GradientBuckets, reduce_norm_
-from common.training.parallel.groups import Ranks, make_groups
+from graph_worth.capture.host_graph import HostPool
+from common.optimizers.adam import Adam
+from common.optimizers.hyperparameters import Hyperparameters
+from graph_worth.parallel import collectives
+from common.parallel.buckets import GradientBuckets, reduce_norm_
+from common.parallel.groups import Ranks, make_groups
 from gpt3 import zero
 from tests.helpers import gloo_ranks
 

@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import judge
-from benchmarks.files import run_file
-from benchmarks.files.facts import Run, Variant
-from common.folders import ROOT
+from graph_worth.harness import judge
+from graph_worth.harness.files import run_file
+from graph_worth.harness.files.facts import Run, Variant
+from graph_worth.folders import ROOT
 
 MODEL = "tests.lying_model"
 
@@ -69,6 +69,6 @@ def workers() -> dict[int, str]:
             except OSError:
                 continue
             is_worker = f"{MODEL}.train" in command and "--worker" in command
-            if is_worker and "benchmarks.processes.supervisor" not in command:
+            if is_worker and "graph_worth.harness.processes.supervisor" not in command:
                 found[int(entry.name)] = command[command.index("--worker") + 1]
     return found

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from common.capture.pool import Pool
-from common.config import Run
-from common.contract import Training
-from common.script import by_hand
-from common.variant import Capture
+from graph_worth.capture.pool import Pool
+from graph_worth.config import Run
+from graph_worth.contract import Training
+from graph_worth.script import by_hand
+from graph_worth.made_variant import Capture
 
 CPU = torch.device("cpu")
 DECAY = 0.9
@@ -125,7 +125,7 @@ class StaleWeights(Graphed):
 
 
 class Model:
-    """A `common.session.Model` of one variant, made by `make(state)`."""
+    """A `graph_worth.script.session.Model` of one variant, made by `make(state)`."""
 
     name, world_size, device = "tests.small", 1, CPU
 

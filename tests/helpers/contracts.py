@@ -4,9 +4,9 @@ import importlib
 
 import torch
 
-from common import contract
-from common.session import Model
-from common.variant import enter
+from graph_worth import contract
+from graph_worth.script.session import Model
+from graph_worth.made_variant import enter
 
 
 def request(name, *arguments):
@@ -16,7 +16,7 @@ def request(name, *arguments):
 
 
 def model(name, *arguments, device=None):
-    """A `common.session.Model`, not built, of a command line such as ("--preset", "tiny", "--layers", "4")."""
+    """A `graph_worth.script.session.Model`, not built, of a command line such as ("--preset", "tiny", "--layers", "4")."""
     build = importlib.import_module(f"{name}.train").build
     return Model(request(name, *arguments), build, device or torch.device("cpu"))
 

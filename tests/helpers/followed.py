@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from common.measuring.course import course
+from graph_worth.measuring.course import course
 
 
 def follow(state, step, count):

@@ -11,7 +11,7 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from common.training.parallel import collectives
+from graph_worth.parallel import collectives
 from tests.helpers import forked
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from common.training.optimizers.loss_scaler import LossScaler
+from common.optimizers.loss_scaler import LossScaler
 from rnnt.config import PRESETS
 from rnnt.lamb import Lamb
 

@@ -12,9 +12,9 @@ import sys
 
 import torch
 
-from common.measuring.course import Course
-from common.script import by_hand
-from common.script.step_checks import as_eager
+from graph_worth.measuring.course import Course
+from graph_worth.script import by_hand
+from graph_worth.script.step_checks import as_eager
 
 
 class Checkpoint:

@@ -1,10 +1,10 @@
-"""A sound run, made of facts as benchmarks.measuring adds them, on an H200 or on a CPU."""
+"""A sound run, made of facts as graph_worth.harness.builds adds them, on an H200 or on a CPU."""
 
 from pathlib import Path
 
-from benchmarks import judge
-from benchmarks.files import partial, run_file
-from benchmarks.files.facts import Run
+from graph_worth.harness import judge
+from graph_worth.harness.files import partial, run_file
+from graph_worth.harness.files.facts import Run
 
 STEPS = 20
 HEADER = {

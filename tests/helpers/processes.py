@@ -3,7 +3,7 @@
 import os
 import time
 
-# Starts the command twice on this machine, as two nodes, as benchmarks/processes/launch.py asks of a launcher.
+# Starts the command twice on this machine, as two nodes, as graph_worth/harness/processes/launch.py asks of a launcher.
 TWO_NODES = """#!/bin/bash
 trap 'kill -TERM "${pids[@]}"' TERM
 pids=()

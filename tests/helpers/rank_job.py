@@ -21,11 +21,11 @@ from types import MappingProxyType
 import torch
 from torch import distributed as dist
 
-from common.capture.pool import Pool
-from common.config import Run, Timing
-from common.contract import Training
-from common.training.parallel import collectives
-from common.variant import Capture, Unsupported
+from graph_worth.capture.pool import Pool
+from graph_worth.config import Run, Timing
+from graph_worth.contract import Training
+from graph_worth.parallel import collectives
+from graph_worth.made_variant import Capture, Unsupported
 from tests.helpers.by_hand import trained
 
 KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")
@@ -111,7 +111,7 @@ class Graphed:
 
 
 class Model:
-    """A `common.session.Model` of this training and its one variant."""
+    """A `graph_worth.script.session.Model` of this training and its one variant."""
 
     name, device, config, kinds = "rank_job", torch.device("cpu"), Config(), MappingProxyType({})
 

@@ -2,7 +2,7 @@
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from common.capture.parameterized.region import capture
+from graph_worth.capture.parameterized.region import capture
 
 
 class Captured:

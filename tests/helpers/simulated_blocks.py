@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy
 
-from benchmarks.statistics import CONFIDENCE, LEAST_CYCLES, SAME, student_t
+from graph_worth.harness.intervals import CONFIDENCE, LEAST_CYCLES, SAME, student_t
 
 RUNS, SEED, MOST_CYCLES, MORE_CYCLES = 10_000, 1, 24, 4
 TICK_S, DEAD_TICKS, TIMED_TICKS = 0.1, 5, 10

@@ -30,7 +30,7 @@ NAMES = {
 
 
 class Compiling:
-    """In place of a `common.training.triton_launch.Launch`: compiles what a call would launch.
+    """In place of a `graph_worth.capture.triton_launch.Launch`: compiles what a call would launch.
 
     compiled: by the kernel's name, its types and its constants.
     """

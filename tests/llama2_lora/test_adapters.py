@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common.training.data.safetensors_file import open_file
+from common.data.safetensors_file import open_file
 from llama2_lora.config import Config
 from llama2_lora.state import State
 from llama2_lora.weights import adapters

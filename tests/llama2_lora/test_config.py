@@ -4,15 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.training import flops
-from llama2_lora.config import (
-    PRESETS,
-    Config,
-    flops_per_step,
-    layer_weights,
-    num_parameters,
-    num_trainable,
-)
+from common import flops
+from llama2_lora.config import PRESETS, Config, flops_per_step, layer_weights, num_parameters, num_trainable
 from tests.helpers import contracts
 
 TINY, BENCH, FULL = (PRESETS[name] for name in ("tiny", "bench", "full"))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.training.parallel.differentiable_collectives import places
-from common.variant import Unsupported
+from common.parallel.differentiable_collectives import places
+from graph_worth.made_variant import Unsupported
 from llama2_lora import state as states
 from llama2_lora.config import PRESETS, flops_per_step
 from llama2_lora.data.windows import PackedBatch

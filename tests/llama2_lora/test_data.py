@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.training.data import limits, token_files
+from common.data import limits, token_files
 from llama2_lora.config import MAX_DOCUMENTS, Config
 from llama2_lora.data import rows
 from llama2_lora.data.windows import open_windows

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from llama2_lora.kernels.attention import PlainAttention, split_qkv
-from llama2_lora.kernels.operators import dropout_key
+from llama2_lora.kernels.torch_operators import dropout_key
 from tests.helpers.llama2_lora_case import (
     TINY,
     all_ways,

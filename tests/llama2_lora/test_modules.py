@@ -5,19 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.variant import Unsupported
+from graph_worth.made_variant import Unsupported
 from llama2_lora import train
 from llama2_lora.config import PRESETS
 from llama2_lora.state import State
 from tests.helpers.contracts import made
-from tests.helpers.llama2_lora_case import (
-    CPU,
-    GRAPHED,
-    TINY,
-    assert_equal,
-    follow,
-    follow_eager,
-)
+from tests.helpers.llama2_lora_case import CPU, GRAPHED, TINY, assert_equal, follow, follow_eager
 
 PLAIN = replace(TINY, layer="torch", precision="bf16")
 

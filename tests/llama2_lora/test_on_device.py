@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.7.1")
 
-from common.training import triton_launch  # noqa: E402
+from graph_worth.capture import triton_launch  # noqa: E402
 from llama2_lora import state as states  # noqa: E402
 from llama2_lora import train  # noqa: E402
 from llama2_lora.config import PRESETS  # noqa: E402
@@ -108,7 +108,7 @@ def make_state(config, monkeypatch):
     """Its layers keep as little as they can, something between, and everything."""
     between = " ".join(all_ways(config)[5])
     state = states.State(replace(config, keep=f"1 {between}, 1 all"), DEVICE, "handwritten")
-    # tests/common/training/optimizers/test_fused_adam.py has it.
+    # tests/common/optimizers/test_fused_adam.py has it.
     monkeypatch.setattr(state.adam, "step", lambda: None)
     return state
 

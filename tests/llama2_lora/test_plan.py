@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.training.fit import gib
-from common.training.memory_plan import GIB, budget_bytes
+from common.fit import gib
+from common.memory_plan import GIB, budget_bytes
 from llama2_lora import plan as plans
 from llama2_lora.config import KEEP, PRESETS
 from llama2_lora.state import State

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.training.data.checkpoint import open_checkpoint
-from common.training.data.safetensors_file import File, open_file
-from common.training.parallel import collectives
-from common.variant import Unsupported
+from common.data.checkpoint import open_checkpoint
+from common.data.safetensors_file import File, open_file
+from graph_worth.parallel import collectives
+from graph_worth.made_variant import Unsupported
 from llama2_lora import plan, train
 from llama2_lora import state as states
 from llama2_lora.config import PRESETS, REPLICATED, Config, flops_per_step, layer_weights
-from llama2_lora.kernels.operators import dropout_key
+from llama2_lora.kernels.torch_operators import dropout_key
 from llama2_lora.kernels.scaling import Formats
 from llama2_lora.layers.handwritten import QKV
 from llama2_lora.state import State, require_kind

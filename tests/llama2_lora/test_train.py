@@ -8,10 +8,10 @@ import numpy
 import pytest
 import torch
 
-from common.training.data.checkpoint import open_checkpoint
-from common.training.data.safetensors_file import open_file
-from common.training.memory_plan import GIB
-from common.variant import Unsupported
+from common.data.checkpoint import open_checkpoint
+from common.data.safetensors_file import open_file
+from common.memory_plan import GIB
+from graph_worth.made_variant import Unsupported
 from llama2_lora import plan, train
 from llama2_lora import state as states
 from llama2_lora.config import KEEP, PRESETS

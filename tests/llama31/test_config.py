@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.config import Arguments, Run
+from graph_worth.config import Arguments, Run
 from llama31.config import (
     PRESETS,
     SCOPES,

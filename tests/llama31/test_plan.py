@@ -10,9 +10,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import common.training.precision.transformer_engine
-from common.training.memory_plan import GIB, budget_bytes
-from common.variant import Unsupported
+import common.precision.transformer_engine
+from common.memory_plan import GIB, budget_bytes
+from graph_worth.made_variant import Unsupported
 from llama31 import device, train
 from llama31.config import KEEP, PRESETS
 from llama31.memory.plan import (
@@ -243,7 +243,7 @@ def test_a_layer_of_the_gpus_own_choice_is_noted(monkeypatch, config, usable, fp
         return SimpleNamespace(is_fp8_available=lambda return_reason: (fp8, "needs 8.9"))
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(139.1 * GIB), 141 * GIB))
-    monkeypatch.setattr(common.training.precision.transformer_engine, "usable_transformer_engine", engine)
+    monkeypatch.setattr(common.precision.transformer_engine, "usable_transformer_engine", engine)
     resolved, notes = device.resolve(replace(PRESETS["bench"], **config), "bench", torch.device("cuda"))
     assert (resolved.layer, resolved.precision) == (layer, precision)
     reason = "no FP8 on this GPU (needs 8.9)" if usable else "Transformer Engine is not usable"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.training.parallel import collectives
+from graph_worth.parallel import collectives
 from llama31 import train
 from tests.helpers import contracts, gloo_ranks
 from tests.helpers.followed import difference, follow

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.variant import CaptureError, Unsupported
+from graph_worth.made_variant import CaptureError, Unsupported
 from llama31 import train
 from llama31.config import PRESETS
 from llama31.device import card

@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from common.contract import variant
-from common.variant import Unsupported
+from graph_worth.contract import variant
+from graph_worth.made_variant import Unsupported
 from tests.lying_model.sound import LATE, Graphed
 
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from common.contract import variant
+from graph_worth.contract import variant
 from tests.lying_model.sound import Graphed, Halves
 from tests.lying_model.state import eager_step
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from common.contract import variant
+from graph_worth.contract import variant
 from tests.lying_model.state import eager_step
 
 # Parity has 20 steps, and the blocks many more.

@@ -7,8 +7,8 @@ import time
 import torch
 import torch.nn.functional as F
 
-from common.contract import variant
-from common.training.parallel import collectives
+from graph_worth.contract import variant
+from graph_worth.parallel import collectives
 
 NUM_BATCHES, NUM_LOSSES = 8, 4096
 

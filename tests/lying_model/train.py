@@ -3,13 +3,13 @@
 python -m benchmarks.run --model tests.lying_model --variants eager,graph_step,drops
 """
 
-from common.contract import Training, parse
+from graph_worth.contract import Training, parse
 from tests.lying_model.config import FACTS, PRESETS, Config
 
 if __name__ == "__main__":
     args = parse("tests.lying_model", Config, PRESETS, **FACTS)
 
-from common.session import session
+from graph_worth.script.session import session
 from tests.lying_model.state import State
 
 

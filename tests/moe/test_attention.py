@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.measuring import torch_settings
+from graph_worth.measuring import torch_settings
 from moe.attention import Sequences, attend
 
 TOKENS, HEADS, KV_HEADS, DIM = 64, 4, 2, 64

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.measuring import torch_settings
+from graph_worth.measuring import torch_settings
 from moe import train
 from moe.config import num_parameters, state_bytes, trained_parameters
 from moe.model import ADAPTERS

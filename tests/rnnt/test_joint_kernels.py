@@ -115,7 +115,7 @@ def test_benchmark_size():
 
 @pytest.mark.gpu
 def test_replays_draw_as_eager_does():
-    from common.capture.pool import Pool
+    from graph_worth.capture.pool import Pool
     from rnnt.kernels.joint import JointHidden
 
     def step():

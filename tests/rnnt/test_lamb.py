@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.capture.pool import Pool
+from graph_worth.capture.pool import Pool
 from rnnt.lamb import Lamb
 from tests.helpers import gloo_ranks
 from tests.helpers.lamb_cases import CONFIG, SCALE, SHAPES, equal, gradients, optimizer, parameters, state

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.capture.pool import Pool
+from graph_worth.capture.pool import Pool
 from rnnt.loss import joint_hidden, transducer_loss
 from tests.helpers.transducer_reference import batch, enumerated, outside, reference
 

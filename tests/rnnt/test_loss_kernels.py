@@ -124,7 +124,7 @@ def test_benchmark_size():
 
 @pytest.mark.gpu
 def test_replays_of_a_captured_loss_equal_eager():
-    from common.capture.pool import Pool
+    from graph_worth.capture.pool import Pool
 
     frames, labels = [40, 40, 40], [20, 20, 20]
 

@@ -1,4 +1,4 @@
-"""rnnt/speech/source: the sequence of batches of speech, what is dropped on the way, and that no pair is ever wrong."""
+"""rnnt/speech/utterances: the sequence of batches of speech, what is dropped on the way, and that no pair is ever wrong."""
 
 import concurrent.futures
 import sys
@@ -15,7 +15,7 @@ from tests.helpers.speech_files import encode, tone, write_speech
 
 pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed: ./setup.sh dali")
 
-from rnnt.speech import source as speech
+from rnnt.speech import utterances as speech
 
 CPU = torch.device("cpu")
 # Every other utterance is longer, so that a batch has padding.
@@ -239,7 +239,7 @@ def test_many_dropped_are_named_in_part(opened, tmp_path, capsys):
 
 
 def test_missing_packages_are_named_with_the_line_that_installs_them(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rnnt.speech.source", None)
+    monkeypatch.setitem(sys.modules, "rnnt.speech.utterances", None)
     config = Config(**vars(PRESETS["tiny"]) | {"data": str(folder)})
     with pytest.raises(
         ValueError, match=r"^--data .*: speech takes soundfile and nvidia-dali .*: ./setup.sh speech dal"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.machine import memory
+from graph_worth.machine import memory
 from rnnt.config import PRESETS, learning_rate, notes, training_flops
 from rnnt.data import buckets
 from rnnt.state import State, nominal_flops

@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 import torch
 
-from common.training.data import safetensors_file
+from common.data import safetensors_file
 from stable_diffusion.data import shards
 from stable_diffusion.data.batches import Batches
 from stable_diffusion.data.shards import Samples

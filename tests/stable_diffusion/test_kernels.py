@@ -133,7 +133,7 @@ def traced_launches(function):
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_torch_compile_sees_each_kernel_as_eager_launches_it(monkeypatch):
     triton = pytest.importorskip("triton", reason="triton is not installed: pip install triton==3.7.1")
-    from common.training import triton_launch
+    from graph_worth.capture import triton_launch
     from tests.helpers import triton_driver
 
     driver, eager = triton_driver.Driver(), []

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.machine import host_state, memory
-from common.variant import Unsupported, leave
+from graph_worth.machine import host_state, memory
+from graph_worth.made_variant import Unsupported, leave
 from stable_diffusion import kernels
 from stable_diffusion.config import PRESETS, learning_rate
 from stable_diffusion.state import LEAST_SIZE, State, schedule

@@ -9,11 +9,11 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import plot, runs
 from benchmarks.figures import front, style
-from benchmarks.files import run_file
-from benchmarks.files.facts import Raised
-from benchmarks.judge import judged
+from graph_worth.harness.files import run_file
+from graph_worth.harness.files.facts import Raised
+from graph_worth.harness.judge import judged
 from benchmarks.pages import headlines
-from common.folders import OWN_STEP, ROOT
+from graph_worth.folders import OWN_STEP, ROOT
 from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, texts, words
 from tests.helpers.made_run import made_run, write
 

@@ -3,8 +3,8 @@
 import importlib
 import re
 
-from benchmarks import script
-from benchmarks.files.facts import stem
+from graph_worth.harness import script
+from graph_worth.harness.files.facts import stem
 from benchmarks.pages.published import of_model, published, title_of
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from common.folders import ROOT
+from graph_worth.folders import ROOT
 from tests.helpers.slurm_shims import shims
 
 SCRIPTS = ROOT / "benchmarks" / "slurm"

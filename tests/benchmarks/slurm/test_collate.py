@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.files import partial
+from graph_worth.harness.files import partial
 from benchmarks.slurm import collate
 from tests.helpers import made_run
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.files import partial
+from graph_worth.harness.files import partial
 from benchmarks.slurm import progress
-from common.folders import ROOT
+from graph_worth.folders import ROOT
 from tests.helpers import made_run
 
 # ------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import judge
-from benchmarks.files import partial, run_file
-from common.folders import ROOT
+from graph_worth.harness import judge
+from graph_worth.harness.files import partial, run_file
+from graph_worth.folders import ROOT
 from tests.helpers.processes import processes_with, until
 from tests.helpers.slurm_cluster import Cluster, free_ports
 

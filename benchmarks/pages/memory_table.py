@@ -1,0 +1,57 @@
+"""Memory and steps of parameterized launches beside eager and other graphs, each variant alone in a process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import runs
+from graph_worth.harness.judge import PASS
+from benchmarks.pages import headlines, tables
+from benchmarks.pages.markdown import in_markdown
+from graph_worth.harness.pages.run_table import GIB, milliseconds
+from benchmarks.runs import Found
+
+VARIANT = "graph_parameterized"
+COLUMNS = ("Run", "Variant", "ms", "gain", "steps GiB", "peak GiB", "driver GiB", "patched")
+
+
+def markdown(found: Found, page: Path, _: str = "") -> str:
+    """The table: newest run of each workload that measured parameterized launches on a GPU."""
+    lines: list[list[str]] = []
+    refused: list[str] = []
+    for row in runs.on_gpus(found.rows):
+        if row.variant != VARIANT:
+            continue
+        if row.status == PASS:
+            lines += _of_run(row, page)
+        else:
+            refused.append(f"{row.workload.name}: {row.newest.verdict.reason}")
+    if not lines and not refused:
+        return "Not measured on a GPU yet."
+    told = "\n\nRefused:\n\n" + tables.as_list(refused) if refused else ""
+    return tables.markdown(list(COLUMNS), lines) + told
+
+
+def _of_run(row, page) -> Iterator[list[str]]:
+    point = row.newest_with_memory
+    own = point.judged
+    gpu = in_markdown(headlines.short(row.workload.gpu))
+    link = tables.linked_file(f"{row.workload.name} ({gpu})", point.path, page)
+    for name, variant in own.build.variants.items():
+        if variant.alone is None or not own.passed(name):
+            continue
+        ratio, alone = own.ratio_of(name), variant.alone
+        report = variant.capture.report or {}
+        patched = report.get("patched_per_launch")
+        yield [
+            link,
+            f"`{name}`",
+            milliseconds(own.ms(name)),
+            f"{ratio.ratio:.3f}x" if ratio else "base",
+            *(_gib(size) for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes, alone.driver_bytes)),
+            "" if patched is None else f"{patched:.1f}",
+        ]
+        link = ""
+
+
+def _gib(size) -> str:
+    return "" if size is None else f"{size / GIB:.2f}"

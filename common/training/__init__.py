@@ -1,1 +1,0 @@
-"""Training code of all models: optimizers, precision, collectives, schedules, memory plans, data and weights."""

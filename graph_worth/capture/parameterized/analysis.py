@@ -1,0 +1,268 @@
+"""A region captured twice over other memory, and every word that differs explained."""
+
+import contextlib
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graph_worth.capture import tensor_places as memory
+from graph_worth.capture.graph_error import CaptureError, RegionRefused
+from graph_worth.capture.cuda_graph import CudaGraph, new_workspaces
+from graph_worth.capture.parameterized import arenas, driver, random_state, words
+from graph_worth.capture.parameterized.host_region import check_none_kept
+from graph_worth.capture.parameterized.nodes import Node, check_alike, read_nodes
+
+_NUM_WARM_UPS = 2
+_MAX_NAMED = 5
+# Of each of the two tensors that torch keeps in no graph's pool for seed and offset.
+_SEED_BYTES = 8
+
+
+@dataclass
+class Captured:
+    """One capture, alive with its pool.
+
+    Attributes:
+        inputs: clones that it reads.
+        given: (address, bytes) of the inputs, then of seed and offset where it draws random numbers.
+        segments: (address, bytes) of its pool.
+        blocks: every tensor that it made there.
+        outputs: results: a Place in an input or, behind these, in a block; anything but a tensor as it is.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    nodes: list[Node]
+    inputs: list[torch.Tensor]
+    given: list[tuple[int, int]]
+    segments: list[tuple[int, int]]
+    blocks: list[arenas.Block]
+    outputs: list[Any]
+
+    def release(self) -> None:
+        """Drop the capture with its pool."""
+        self.graph.reset()
+        self.inputs.clear()
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class Analysis:
+    """The result of comparing two captures of a region.
+
+    Attributes:
+        first: the capture that is launched.
+        chunks, blob: its parameters.
+        plan: allocations of a launch for the tensors of the pool.
+        results: like `first.outputs`, in allocations of the plan.
+        slots: the addresses. The allocations are the inputs, seed and offset where they are drawn, then the plan's.
+        unexplained: words that differ and are no such address.
+        increment: what an eager run adds to the generator's offset.
+        written: indices of the inputs that an eager run writes.
+        read: storages besides the inputs that operators read or write.
+    """
+
+    first: Captured
+    chunks: list[words.Chunk]
+    blob: np.ndarray
+    plan: arenas.Plan
+    results: list[Any]
+    slots: words.Slots
+    unexplained: list[words.Unexplained]
+    increment: int
+    written: list[int]
+    read: list[torch.UntypedStorage]
+
+    def largest(self) -> int:
+        """Return the bytes of the largest input or tensor in between."""
+        return max((int(item[1]) for item in (*self.first.given, *self.first.blocks)), default=0)
+
+    def name(self, unexplained: list[words.Unexplained]) -> str:
+        """Name the first few words by node, kernel and place."""
+        named = [
+            f"node {word.node} ({self.first.nodes[word.node].name}) byte {word.offset}: "
+            f"{word.first:#x} and {word.second:#x}"
+            for word in unexplained[:_MAX_NAMED]
+        ]
+        return "; ".join(named) + ("; and more" if len(unexplained) > _MAX_NAMED else "")
+
+
+@functools.cache
+def _side_stream(index: int) -> torch.cuda.Stream:
+    """One stream for all captures of a device: libraries keep a workspace for each stream that they see."""
+    return torch.cuda.Stream(torch.device("cuda", index))
+
+
+def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Analysis:
+    """Warm a region up, capture it twice over other memory and compare.
+
+    The examples are copied and stay as they are. The device is the current GPU, its generator is `random_state.aside`.
+    The first capture is alive until it is released; the second one has gone.
+    """
+    if torch._C._cuda_isHistoryEnabled():
+        raise RegionRefused("memory history is being recorded, which a capture reads: end _record_memory_history")
+    side, caller = _side_stream(device.index), torch.cuda.current_stream(device)
+    side.wait_stream(caller)
+    captures: list[Captured] = []
+    # The first capture runs as it is launched. In the second one no two tensors have the same memory.
+    distinct = _Seen(device, holds=True)
+    try:
+        with torch.cuda.stream(side):
+            increment, written = _warm_up(fn, example_inputs, device)
+            for mode in (_Seen(device, holds=False), distinct):
+                captures.append(_capture(fn, example_inputs, device, mode, increment > 0))
+        return _compare(captures[0], captures[1], increment, written, list(distinct.read.values()))
+    except BaseException:
+        for captured in captures:
+            captured.graph.reset()
+        raise
+    finally:
+        caller.wait_stream(side)
+
+
+def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
+    """Run the region eagerly; the generator's increment and the inputs that were written."""
+    draws = random_state.generator(device)
+    for _ in range(_NUM_WARM_UPS):
+        inputs = [memory.clone(tensor) for tensor in example_inputs]
+        versions = [tensor._version for tensor in inputs]
+        before = draws.get_offset()
+        fn(*inputs)
+        increment = draws.get_offset() - before
+    torch.cuda.synchronize(device)
+    written = [index for index, tensor in enumerate(inputs) if tensor._version != versions[index]]
+    return increment, written
+
+
+class _Seen(TorchDispatchMode):
+    """Holds what operators make, where asked, and finds what they read besides: storages by address of their object.
+
+    It looks on in both captures: where no mode does, autograd adds gradients up in place, and operators made of others
+    choose them otherwise (`isTensorSubclassLike`). Both captures shall allocate alike.
+    """
+
+    # The compiler's calls of Triton kernels.
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device, holds: bool):
+        super().__init__()
+        self._device, self._holds = device, holds
+        self.made: dict[int, torch.UntypedStorage] = {}
+        self.read: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not self._holds:
+            return func(*args, **kwargs)
+        self.read |= {key: storage for key, storage in self._storages((args, kwargs)) if key not in self.made}
+        result = func(*args, **kwargs)
+        self.made |= {key: storage for key, storage in self._storages(result) if key not in self.read}
+        return result
+
+    def _storages(self, tree):
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device == self._device:
+                storage = leaf.untyped_storage()
+                yield storage._cdata, storage
+
+    def keep_outside(self, known: list[tuple[int, int]]) -> None:
+        """Let go of what was made and of memory that is known, (address, bytes)."""
+        self.made.clear()
+        self.read = {key: s for key, s in self.read.items() if s.nbytes() and memory.find(s.data_ptr(), known) < 0}
+
+
+def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
+    inputs = [memory.clone(tensor) for tensor in example_inputs]
+    # With a state of its own, seed and offset of the two captures have different addresses.
+    with new_workspaces(), random_state.aside(device):
+        graph, result, made, segments = _record(fn, inputs, mode, device)
+    blocks = [block for block in made if memory.find(block.address, segments) >= 0]
+    given = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs]
+    mode.keep_outside(given + segments)
+    outputs = [_place(index, leaf, device, given, blocks) for index, leaf in enumerate(result)]
+    del result
+    check_none_kept(lambda: _num_kept(graph))
+    # Some versions of torch make seed and offset for every capture, others where one draws.
+    seeds = [block[:2] for block in made if block.size == _SEED_BYTES and memory.find(block.address, segments) < 0]
+    if draws and len(seeds) != 2:
+        raise RegionRefused("random numbers are drawn from another state of a generator than torch's own")
+    given += seeds if draws else []
+    return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, given, segments, blocks, outputs)
+
+
+def _num_kept(graph):
+    parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
+    return sum(block["state"] == "active_allocated" for part in parts for block in part["blocks"])
+
+
+def _place(index, leaf, device, given, blocks):
+    """A result as its place, which holds no reference; a Python value as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.layout != torch.strided or leaf.device != device:
+        raise RegionRefused(f"result {index} is not a strided tensor of the GPU")
+    if not leaf.numel():
+        return memory.Place(-1, 0, memory.describe(leaf))
+    address, owner = leaf.data_ptr(), memory.find(leaf.data_ptr(), given)
+    if owner < 0:
+        # Of all tensors that had these bytes the last one is alive.
+        last = memory.find(address, blocks[::-1])
+        if last < 0:
+            raise RegionRefused(f"result {index} was made before the region: pass it as an input")
+        owner = len(given) + len(blocks) - 1 - last
+    return memory.Place(owner, address - (given + blocks)[owner][0], memory.describe(leaf))
+
+
+def _record(fn, inputs, mode, device):
+    """Capture fn; the graph, what fn returned, what was allocated, and (address, bytes) of the pool's segments."""
+    captured, pool = CudaGraph(()), torch.cuda.graph_pool_handle()
+    torch.cuda.memory._record_memory_history("all", context=None)
+    try:
+        with mode:
+            result = captured.capture(lambda: fn(*inputs), pool)
+        events = torch.cuda.memory._snapshot()["device_traces"][device.index]
+    except BaseException as error:
+        # torch would leave the pool as if the capture went on.
+        with contextlib.suppress(Exception):
+            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        if isinstance(error, CaptureError):
+            raise RegionRefused(f"the capture failed: {error}") from error
+        raise
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    segments = [(part["address"], part["total_size"]) for part in torch.cuda.memory.memory_snapshot(mempool_id=pool)]
+    return captured.graph, result, arenas.read(events), segments
+
+
+def _compare(first, second, increment, written, read) -> Analysis:
+    check_alike(first.nodes, second.nodes)
+    if [block.size for block in first.blocks] != [block.size for block in second.blocks]:
+        raise RegionRefused("two captures allocate different tensors")
+    chunks, blob = words.layout([node.parameters for node in first.nodes])
+    _, other = words.layout([node.parameters for node in second.nodes])
+    # The n-th tensor of one capture is the n-th of the other, wherever their allocators put it.
+    given, blocks = (
+        [(a, b, size) for (a, size, *_), (b, *_) in zip(*both, strict=True)]
+        for both in ((first.given, second.given), (first.blocks, second.blocks))
+    )
+    slots, unexplained = words.explain(chunks, (blob, other), given + blocks, driver.memory_type)
+    # No launch knows the second one's memory, and the first launches need as much.
+    second.release()
+    num_inputs = len(first.inputs)
+    in_pool = [p for p in first.outputs if isinstance(p, memory.Place) and p.allocation >= num_inputs]
+    others = [block.address for block in second.blocks]
+    plan = arenas.plan(first.blocks, others, {place.allocation - num_inputs for place in in_pool})
+    results = [
+        replace(p, allocation=num_inputs + plan.results[p.allocation - num_inputs]) if p in in_pool else p
+        for p in first.outputs
+    ]
+    table = [(index, 0) for index in range(len(given))]
+    table += [(len(given) + arena, offset) for arena, offset in plan.places]
+    moved = np.array(table, np.int64).reshape(-1, 2)[slots.allocation]
+    slots = slots._replace(allocation=moved[:, 0], offset=slots.offset + moved[:, 1])
+    return Analysis(first, chunks, blob, plan, results, slots, unexplained, increment, written, read)

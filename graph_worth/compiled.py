@@ -1,0 +1,94 @@
+"""The variant of torch.compile that models share."""
+
+import contextlib
+
+import torch
+
+from graph_worth import made_variant as variants
+from graph_worth.made_variant import Capture, Unsupported
+
+
+class Compiled:
+    """torch.compile of some functions of the model, called by the eager step.
+
+    With mode="reduce-overhead" torch captures graphs of its own, which are counted; Unsupported where it makes none.
+    """
+
+    def __init__(self, state, step, functions, what: str, mode="default", *, capture: Capture, **options):
+        """functions: (object, attribute) of each function that is replaced. what: in words, for the strategy.
+
+        capture: the variant's. options: of torch.compile; its own `options` add to those of the mode, and `on_cpu`
+        allows a run on a CPU, whose code no host graph records.
+        """
+        if not options.pop("on_cpu", False):
+            require_compiler(state.device)
+        if mode == "reduce-overhead" and variants.eager_memory is not contextlib.nullcontext:
+            raise Unsupported("torch's own graphs restore all of their pool, so eager steps cannot share it with them")
+        options = {"dynamic": False, "fullgraph": True} | options
+        if "options" in options:
+            from torch._inductor import list_mode_options
+
+            options["options"] = {**list_mode_options(mode), **options["options"]}
+        else:
+            options["mode"] = mode
+        self.replace(state, step, functions, capture, **options)
+        self.capture.strategy = f"torch.compile of {what}, mode {mode}"
+        self.pool = self.capture.pool()
+        self.enter()
+        try:
+            # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
+            on_gpu = state.device.type == "cuda"
+            adopted = self.pool.adopt(is_borrowed=True) if on_gpu else contextlib.nullcontext()
+            with self.capture.timed("compile_s"), adopted:
+                self.compile_steps()
+            self.count_replays()
+        finally:
+            self.leave()
+        if mode == "reduce-overhead" and not any(self._replays):
+            raise Unsupported(f"torch.compile(mode='reduce-overhead') made no graphs of {what}")
+
+    def replace(self, state, step, functions, capture: Capture, **options):
+        """Compile the functions, with options of torch.compile, and keep the model's own."""
+        self.state, self._step, self.capture = state, step, capture
+        self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
+        self._compiled = [(owner, name, torch.compile(fn, **options)) for owner, name, fn in self._originals]
+
+    def compile_steps(self):
+        """Make eager steps until nothing is compiled any more."""
+        Capture(strategy="", state=self.state).warm_up(lambda state, index: self.step(index), 4)
+
+    def count_replays(self):
+        """Make the steps that come in turn (`state.period`; one without it), and promise the graph replays of each."""
+        self._replays = []
+        for index in range(getattr(self.state, "period", 1)):
+            before = self.capture.num_replays
+            self.step(index)
+            self._replays.append(self.capture.num_replays - before)
+
+    def step(self, index: int):
+        """Train on batch `index`."""
+        torch.compiler.cudagraph_mark_step_begin()
+        self._step(self.state, index)
+
+    def replays_of(self, index: int) -> int:
+        """Return the graph replays of a step: those of such a step after compilation."""
+        return self._replays[index % len(self._replays)]
+
+    def enter(self):
+        """Put the compiled functions in the place of the model's."""
+        _put(self._compiled)
+
+    def leave(self):
+        """Put the model's own functions back."""
+        _put(self._originals)
+
+
+def require_compiler(device: torch.device) -> None:
+    """Unsupported where compiled code cannot be measured."""
+    if device.type != "cuda":
+        raise Unsupported("torch.compile is measured on a GPU only: the host graph cannot record compiled code")
+
+
+def _put(functions):
+    for owner, name, function in functions:
+        setattr(owner, name, function)

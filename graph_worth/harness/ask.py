@@ -1,0 +1,260 @@
+"""A checked command line of `make bench`, and the machine that it meets: models, builds, variants, environment."""
+
+import hashlib
+import itertools
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from graph_worth.harness import script
+from graph_worth.harness.command import RUNS, Mistake, words_of
+from graph_worth.harness.files import facts
+from graph_worth.harness.builds.request import BuildRequest
+from graph_worth.harness.processes import launch
+from graph_worth.harness.processes.gpus import Gpus
+from graph_worth.config import flag_of
+from graph_worth.folders import OWN_STEP, ROOT, script_of
+from graph_worth.your_step import step_file
+
+RESULTS = ROOT / "results"
+CONTROL = script.CONTROL
+LONGEST_LABEL = 48
+# cuBLAS is deterministic with a workspace of its own, and eager and graphs then run the same kernels.
+ALWAYS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+# OpenMP threads without work spin by default, which takes the cores from all else. OMP_WAIT_POLICY is OpenMP's own
+# variable; GOMP_SPINCOUNT (libgomp, in PyTorch's wheels) and KMP_BLOCKTIME (LLVM's and Intel's) say the same.
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Options of a measurement, as `python -m benchmarks.run --help` explains them.
+
+    Attributes:
+        model: a name, some with commas, or all.
+        flags: of the training script.
+        is_census: eager and one graph, with the losses of the blocks as parity.
+        end_s: time.monotonic() by which the last cycle is to end.
+    """
+
+    model: str
+    preset: str | None = None
+    variants: str | None = None
+    no_control: bool = False
+    no_audit: bool = False
+    cycles: int | str | None = None
+    minutes: float | None = None
+    ngpu: int = 1
+    host_load: int = 0
+    out: str | None = None
+    label: str | None = None
+    share_memory: bool = False
+    limit_s: float = 600.0
+    nnodes: int = 1
+    launch: str | None = None
+    rendezvous: str | None = None
+    python: str | None = None
+    flags: list[str] = field(default_factory=list)
+    is_census: bool = False
+    end_s: float | None = None
+
+
+@dataclass(kw_only=True)
+class Ask:
+    """The request to measure one model.
+
+    Attributes:
+        description: the script's answer to --describe.
+        root: folder of all runs.
+        launch: how the script is started.
+        host: `launch.describe_here()`.
+        builds: in the order in which they are measured.
+    """
+
+    model: str
+    preset: str
+    flags: list[str]
+    label: str
+    description: dict
+    root: Path
+    launch: launch.Launch
+    gpus: Gpus
+    host: dict
+    builds: list[BuildRequest] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Model and preset, as in gpt3/bench, or the label of a step of the user's own."""
+        return facts.title_of(self.model, self.preset, self.label)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.launch.world_size
+
+    @property
+    def group(self) -> Path:
+        """The folder of the model's runs, as in runs/h200x1/gpt3-bench."""
+        folder = facts.folder_of(self.model, self.preset, self.label)
+        return self.root / f"{self.gpus.slug}x{self.ranks}" / folder
+
+
+def ask_of(args: Options, model: str, machine: dict) -> Ask:
+    """Return the request that options make of one model on a machine (`launch.describe_here()`), or raise a Mistake."""
+    gpus, started = Gpus(**machine["gpus"]), launch.parse(args)
+    preset = args.preset or ("bench" if gpus.names else "tiny")
+    description = script.describe(model, args.flags, preset)
+    if not gpus.names and script.needs_gpu(description, preset):
+        raise Mistake(f"preset {preset} needs an NVIDIA GPU, and nvidia-smi -L lists none: PRESET=tiny runs here")
+    if gpus.names and args.ngpu > len(gpus.names):
+        raise Mistake(f"--ngpu {args.ngpu}: this machine shows {len(gpus.names)}")
+    root = Path(args.out).resolve() if args.out else RUNS
+    if root.is_relative_to(RESULTS):
+        raise Mistake(f"--out {args.out}: results/ grows by make publish RUN=... alone; take another folder")
+    number = f"--nnodes {args.nnodes} x --ngpu {args.ngpu} (NGPU)"
+    script.require_world_size(description, preset, started.world_size, number)
+    asked = Ask(
+        model=model,
+        preset=preset,
+        flags=args.flags,
+        label=label_of([args.label] if args.label else args.flags, args.host_load),
+        description=description,
+        root=root,
+        launch=started,
+        gpus=gpus,
+        host=machine,
+    )
+    chosen = chosen_variants(args.variants, description)
+    builds = description["builds"]
+    # A build that changes nothing of what is asked for is measured with the preset.
+    config = description["presets"][preset]
+    unchanged = {
+        name
+        for name, fields in builds.items()
+        if name and all(_asked(key, args.flags, config) == str(value) for key, value in fields.items())
+    }
+    for name, fields in builds.items():
+        if name in unchanged:
+            continue
+        names = {name} if name else {name, *unchanged}
+        own = [each for each in chosen if names & set(_builds_of(each, description))]
+        kinds = {description["kinds"][each] for each in own}
+        is_new = not {each for build in asked.builds for each in build.variants} >= set(own)
+        # Eagers of a build alone say nothing that another build has not said.
+        is_undone = {text.split("=")[0] for text in args.flags} & set(map(flag_of, fields))
+        if "eager" in kinds and (is_new or kinds != {"eager"}) and not is_undone:
+            asked.builds.append(_build(asked, name, fields, own, has_control=not args.no_control))
+    if not asked.builds:
+        raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")
+    return asked
+
+
+def _asked(name, flags, config) -> str:
+    """The value of a field that preset and command line give, as text."""
+    value, flag = config.get(name), flag_of(name)
+    for text, following in itertools.zip_longest(flags, flags[1:]):
+        word, has_value, own = text.partition("=")
+        if word == flag:
+            value = own if has_value else following
+    return str(value)
+
+
+def chosen_variants(asked: str | None, description: dict) -> list[str]:
+    """Return names in the model's order, eager first: the headline ones, those that are asked for, or all."""
+    known, formerly = description["variants"], description["formerly"]
+    if asked is None:
+        names = description["headline"] or list(known)
+    elif asked.strip().lower() == "all":
+        names = list(known)
+    else:
+        names = words_of(asked)
+        renamed = [f"{name!r} is now {formerly[name]!r}" for name in names if name in formerly]
+        if renamed:
+            raise Mistake(f"variant {', '.join(renamed)}")
+        unknown = ", ".join(name for name in names if name not in known)
+        if unknown or not names:
+            raise Mistake(f"unknown variant {unknown!r}, --variants takes all, or some of {', '.join(known)}")
+    wanted = {"eager", *names, *(description["reference"].get(name, "eager") for name in names)}
+    # Each build needs an eager variant of its own.
+    for build in {build for name in names for build in _builds_of(name, description)}:
+        eagers = [each for each in script.eagers_of(description) if build in _builds_of(each, description)]
+        wanted |= set(eagers[:1])
+    return [name for name in known if name in wanted]
+
+
+def _builds_of(variant, description):
+    return description["variant_builds"][variant]
+
+
+def _build(asked, name, fields, own, has_control) -> BuildRequest:
+    description, on_gpu = asked.description, bool(asked.gpus.names)
+    options = [text for key, value in fields.items() for text in (flag_of(key), str(value))]
+    script_words = ["-m", script_of(asked.model)]
+    if asked.model == OWN_STEP:
+        # The user's project may have packages of our names.
+        script_words = [str(ROOT / step_file.START), *script_words[1:]]
+    script_words += ["--preset", asked.preset]
+    declared = {variant: _declared(variant, own, description) for variant in own}
+    if has_control:
+        declared[CONTROL] = {
+            "kind": "eager",
+            "help": "the base once more, as if it were a variant",
+            "reference": CONTROL,
+            "headline": False,
+            **{"parity": None, "tolerance": None, "traits": {}},
+        }
+    environment = _environment(asked.root, on_gpu)
+    if not on_gpu and asked.model != OWN_STEP:
+        # Toy sizes gain nothing from a second thread, and wait for it where other programs have the core.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    parity = description.get("parity_variables") if on_gpu else None
+    layers = _asked("layers", [*asked.flags, *options], description["presets"][asked.preset])
+    return BuildRequest(
+        name=name,
+        fields=fields,
+        variants=declared,
+        command=lambda variant: asked.launch.command([*script_words, "--variant", variant, *asked.flags, *options]),
+        environment=environment,
+        parity_environment=environment | parity if parity else None,
+        eagers=[each for each in own if each in script.eagers_of(description)],
+        asked_layers=int(layers) if layers.isdecimal() else None,
+        ranks=asked.ranks,
+    )
+
+
+def _declared(variant, own, description) -> dict:
+    """The declaration of a variant, as the run file needs it. `own`: all variants of the build."""
+    tolerance = description["tolerance"].get(variant)
+    reference = description["reference"].get(variant, "eager")
+    return {
+        "kind": description["kinds"][variant],
+        "help": description["variants"][variant],
+        "reference": reference if reference in own else own[0],
+        "parity": "bitwise" if variant in description["bitwise"] else tolerance,
+        "tolerance": tolerance,
+        "headline": variant in description["headline"],
+        "traits": description["traits"].get(variant, {}),
+    }
+
+
+def _environment(root, on_gpu):
+    """Variables of a worker. Compilers keep their caches in the root of the runs."""
+    cache = root / ".cache"
+    variables = dict(os.environ) | ALWAYS
+    variables |= {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+    # Without it, torch caches no compiled model that has autograd functions of its own (Stable Diffusion's norms).
+    variables.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+    if not on_gpu and not variables.keys() & set(WAITING):
+        variables["OMP_WAIT_POLICY"] = "passive"
+    return variables
+
+
+def label_of(flags: list[str], host_load: int) -> str:
+    """Return the part of a folder's name for flags and host load: `--buckets 4`, 16 -> buckets-4-load16."""
+    words = [Path(text).name if "/" in text else text for text in flags]
+    label = re.sub("[^A-Za-z0-9.]+", "-", "-".join(words).replace("_", "-")).strip("-.").lower()
+    if len(label) > LONGEST_LABEL:
+        digest = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8]
+        label = f"{label[: LONGEST_LABEL - 9].rstrip('-.')}-{digest}"
+    return "-".join(filter(None, [label, f"load{host_load}" if host_load else ""]))

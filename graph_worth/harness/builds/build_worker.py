@@ -1,0 +1,254 @@
+"""The worker process of one build, started when it is needed and again after a failure.
+
+A variant that fails or ends its worker is left out by name. Variants that do not fit into memory together share the
+graphs' memory first, then get a process for each block.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from graph_worth.harness.files.partial import Partial
+from graph_worth.harness.builds.request import BuildRequest, Settings
+from graph_worth.harness.processes.worker_process import LOST_PEER, Worker, WorkerEnded
+
+# Facts of a worker that are those of all workers of its build, besides its configuration.
+SAME = ("flops_per_step", "items_per_step", "period")
+# A worker that is silent in a block for so many times its steps' time by the pilot hangs, and not before LEAST_LIMIT_S.
+PATIENCE, LEAST_LIMIT_S = 20.0, 60.0
+
+
+class OutOfVariants(RuntimeError):
+    """No variant of a build is left to measure; the text says why."""
+
+
+class StartFailed(RuntimeError):
+    """No worker starts any more for a run that has cycles; the text says why."""
+
+
+class TryAgain(Exception):
+    """A question has no answer: its variant was left out, or gets another worker. The facts say what is still to do."""
+
+
+class BuildWorker:
+    """The worker of a build.
+
+    Attributes:
+        facts: what the running worker said of its build, as "period" of the batches.
+        captured: variants that the running worker has.
+        paces: variant -> its pilot's answer in the running worker.
+        apart: each block has a process of its own.
+    """
+
+    def __init__(
+        self, request: BuildRequest, settings: Settings, partial: Partial, log: Path, say: Callable[[str], None]
+    ):
+        self.request, self.settings, self.partial, self.log, self.say = request, settings, partial, log, say
+        self.facts: dict = {}
+        self.captured: list[str] = []
+        self.paces: dict[str, dict] = {}
+        self.apart = bool(partial.of("apart", build=request.name))
+        self._shares = settings.share_memory or bool(partial.of("share", build=request.name))
+        self._worker: Worker | None = None
+        # Started ahead, while another one works: it imports meanwhile.
+        self._next: tuple[dict, Worker] | None = None
+        self._killed: set[str] = set()
+        self._stopped: set[str] = set()
+
+    def ask(self, variant: str, command: dict, parity: bool = False) -> dict:
+        """Return the worker's answer; start a worker where none runs, with `parity` the one that the build has for it.
+
+        Raises:
+            TryAgain: the variant is left out or gets another try.
+            WorkerEnded: the worker cannot build its state.
+        """
+        worker = self._worker or self._start(parity)
+        try:
+            answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command))
+        except WorkerEnded as end:
+            self.end()
+            if end.signal == signal.SIGKILL and variant not in self._killed:
+                # A program cannot send it to itself by mistake: perhaps somebody else, so there is a second chance.
+                self._killed.add(variant)
+                self._note("killed", variant, str(end))
+                self.say(f"  {end}; {variant} is tried once more")
+            else:
+                self.leave_out(variant, end.kind, str(end))
+            raise TryAgain from None
+        if answer.pop("say") == "done":
+            if answer.pop("was_stopped", False):
+                self._was_stopped(variant)
+            return answer
+        if answer["kind"] == "oom" and command["do"] != "parity" and not self.apart:
+            self._make_room(variant, answer["reason"])
+        else:
+            is_lost = self.request.ranks > 1 and LOST_PEER.search(answer["reason"])
+            self.leave_out(variant, answer["kind"], (worker.dead_rank() if is_lost else "") or answer["reason"])
+            if answer["fatal"]:
+                self.end()
+        raise TryAgain
+
+    def _limit_s(self, variant, command) -> float:
+        """The longest silence of the worker. A pilot has told how long steps and a reset take."""
+        pace, limit_s = self.paces.get(variant), self.settings.limit_s
+        if command["do"] != "block" or pace is None:
+            return limit_s
+        steps = sum(command[each] for each in ("untimed", "timed", "drained"))
+        return min(limit_s, max(LEAST_LIMIT_S, PATIENCE * (steps * pace["ms"] / 1e3 + pace["reset_s"])))
+
+    def _was_stopped(self, variant):
+        """The process that watches the clock was stopped in a block, by a user perhaps; TryAgain."""
+        said = "this process was stopped while it timed a block"
+        if variant in self._stopped:
+            self.leave_out(variant, "error", said)
+        else:
+            self._stopped.add(variant)
+            self.say(f"  {said} of {variant}: the cycle is measured again")
+        raise TryAgain
+
+    def _start(self, parity) -> Worker:
+        own = self.request.parity_environment if parity else None
+        how = {"share": self._shares and not own, "parity": bool(own)}
+        worker, self.facts = self._begun(own or self.request.environment, how)
+        # The facts are those of the process that the blocks run in.
+        self.partial.add("worker", build=self.request.name, **self.facts)
+        return worker
+
+    def _begun(self, environment, how, starts_ahead=False) -> tuple[Worker, dict]:
+        """A worker that has built its state, and what it says of it. One that ends without a word gets a second try."""
+        for tries_left in (1, 0):
+            self._worker = worker = self._started(environment)
+            if starts_ahead:
+                self.start_ahead()
+            try:
+                return worker, self._built(worker, how)
+            except WorkerEnded as end:
+                self.end()
+                if end.is_answer or not tries_left:
+                    raise
+                self.say(f"  {end}; it is started once more")
+        raise AssertionError
+
+    def _started(self, environment) -> Worker:
+        """A worker with this environment: the one that was started ahead, or another."""
+        ahead, self._next = self._next, None
+        if ahead is not None and ahead[0] == environment:
+            return ahead[1]
+        if ahead is not None:
+            ahead[1].end()
+        return Worker(self.request.command(self.remaining()[0]), environment, self.log)
+
+    def _built(self, worker, how) -> dict:
+        """Let a worker build its state, and return what it says of it."""
+        self.partial.add("seconds", phase="import", seconds=round(worker.wait(), 2))
+        start = time.monotonic()
+        # The first worker of a run measures the host's pace for all of it.
+        command = {"do": "build", "pace": not self.partial.of("worker"), **how}
+        answer = worker.call(command, self.settings.limit_s)
+        if answer.pop("say") == "failed":
+            raise WorkerEnded(answer["kind"], answer["reason"], is_answer=True)
+        self._require_alike(answer)
+        self.partial.add("seconds", phase="build", seconds=round(time.monotonic() - start, 2))
+        return answer
+
+    def _require_alike(self, answer) -> None:
+        """Every worker of a build has one model: what fits may differ where another program takes memory."""
+        (first, *_) = self.partial.of("worker", build=self.request.name) or [answer]
+        own, known = ({**each["config"], **{key: each[key] for key in SAME}} for each in (answer, first))
+        odd = next((key for key in known if own.get(key) != known[key]), None)
+        if odd is not None:
+            reason = f"a later worker made another model: {odd} {own.get(odd)} in the place of {known[odd]}"
+            raise WorkerEnded("error", f"{reason}; does another program use the GPU?", is_answer=True)
+
+    def start_ahead(self) -> None:
+        """Start a worker that will be needed: it imports while another one works, and waits to be told to build."""
+        # Several ranks would open their connections beside those at work.
+        if self._next is None and self.remaining() and self.request.ranks == 1:
+            environment = self.request.environment
+            self._next = environment, Worker(self.request.command(self.remaining()[0]), environment, self.log)
+
+    def try_ask(self, variant: str, command: dict) -> dict:
+        """Return the worker's answer, or {"raised": reason}: a variant that fails is not left out.
+
+        Raises:
+            TryAgain: this process was stopped meanwhile.
+        """
+        worker = self._worker or self._start(parity=False)
+        try:
+            answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command))
+        except WorkerEnded as end:
+            self.end()
+            return {"raised": str(end)[:400]}
+        if answer.pop("say") == "done":
+            if answer.pop("was_stopped", False):
+                self._was_stopped(variant)
+            return answer
+        if answer["fatal"]:
+            self.end()
+        return {"raised": answer["reason"]}
+
+    def alone(self, asks: list[tuple[str, dict]], is_last: bool) -> Iterator[tuple[str, dict, dict]]:
+        """Yield (variant, command, answer) of a new worker that gets these alone, but for those without an answer."""
+        self.end()
+        how, done = {"share": False, "parity": False}, 0
+        for tries_left in (1, 0):
+            try:
+                worker, _ = self._begun(self.request.environment, how, starts_ahead=not is_last)
+                for number, (variant, command) in enumerate(asks):
+                    if number < done and command["do"] != "capture":
+                        continue
+                    answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
+                    done = max(done, number + 1)
+                    if answer.pop("say") == "done":
+                        yield variant, command, answer
+                    elif answer["fatal"]:
+                        return
+                return
+            except WorkerEnded as end:
+                if end.signal != signal.SIGKILL or not tries_left:
+                    return
+            finally:
+                self.end()
+
+    def _make_room(self, variant, reason):
+        """The variant ran by itself, and does not fit beside the others."""
+        if self._shares:
+            self.apart, fact, what = True, "apart", "each block has a process of its own"
+        else:
+            self._shares, fact, what = True, "share", "eager steps share the graphs' memory"
+        self._note(fact, variant, reason)
+        self.say(f"  {variant}: {reason}; {what} from here on")
+        self.end()
+
+    def end(self) -> None:
+        """End the worker, if there is one."""
+        if self._worker is not None:
+            self._worker.end()
+        self._worker, self.captured, self.paces = None, [], {}
+
+    def close(self) -> None:
+        """End every worker."""
+        self.end()
+        if self._next is not None:
+            self._next[1].end()
+            self._next = None
+
+    @property
+    def shares(self) -> bool:
+        """True where eager steps take their memory from the graphs' pool."""
+        return self._shares
+
+    def remaining(self) -> list[str]:
+        """Return the variants that are not left out, without the control."""
+        gone = {each["variant"] for each in self.partial.of("left_out", build=self.request.name)}
+        return [name for name in self.request.variants if name not in gone and name != self.settings.control]
+
+    def leave_out(self, variant: str, kind: str, reason: str, is_said: bool = True) -> None:
+        """Note that a variant is not measured any more, with a kind of `facts.Raised`."""
+        self._note("left_out", variant, reason, kind=kind)
+        if is_said:
+            self.say(f"  {variant}: {'failed' if kind == 'error' else kind} ({reason})")
+
+    def _note(self, fact, variant, reason, **more):
+        self.partial.add(fact, build=self.request.name, variant=variant, reason=reason, **more)

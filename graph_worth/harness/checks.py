@@ -1,0 +1,394 @@
+"""Checks of a variant's blocks, which must pass before its time counts: a wrong benchmark is usually the fastest.
+
+Pure functions of the facts of a run. Each check compares with the base or with the reference in the same cycle, names
+its `Fault`, and says it in one line. On a GPU every block counts. A CPU shares its cores with other programs: no time
+that was taken there accuses a variant, and threads do only where three blocks of eight show them, never fewer.
+"""
+
+import enum
+import itertools
+import math
+import statistics as plain
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graph_worth.harness.files.facts import Again, Block, Build, Run, Trained, Variant, digits
+from graph_worth.measuring.parity import SCATTER_FACTOR, loss_deviation
+
+# A variant of kind "graph" whose graphs launch less than this is not the capture that its name says, unless its traits
+# name the small part that it holds. Such graphs launch something all the same.
+LEAST_GRAPH_SHARE = {"cuda": 0.2, "cpu": 0.05}
+# Of 1,232 pairs of published blocks of one cycle none parts by more than 0.5 %; a learning rate x 0.95 does by 5 %.
+MOVED_TOLERANCE = 0.02
+LEAK_BYTES = {"cuda": 32 * 2**20, "cpu": 64 * 2**20}
+CLOCK_SHARE = 0.05
+# What a block takes outside of its timed steps, over the base's: of a single block, and of most blocks.
+OUTSIDE_SHARE, OUTSIDE_SHARE_OF_MOST, OUTSIDE_SLACK_S = 1.0, 0.25, 0.1
+# A drained step may take twice a timed one. Taken off the base twice, too, the steps of a slow base would hide its own
+# time outside, and a graph that is faster would be accused of the difference.
+STEPS_OF_VARIANT, STEPS_OF_BASE = 2, 1
+CLOCK_SLACK_S = 0.015
+LATE_MS = 10.0
+# Rounding of a loss that is printed with seven digits.
+LEAST_LOSS_DEVIATION = {"cuda": 1e-5, "cpu": 1e-6}
+# Blocks on a CPU that have to show more threads.
+LEAST_CPU_BLOCKS, CPU_SHARE = 3, 3 / 8
+# Kernels whose bits differ once in a few hundred calls, as cuDNN's attention backward, let a single block part from the
+# others: in Llama 2 70B by up to 3.4e-3, eager's blocks like graphs'. More than this is no rounding.
+LARGEST_OF_ONE_BLOCK = 1e-2
+# Of audits, which a process repeats that may have chosen other kernels: relative differences of losses, those of eager
+# itself, and of how far the state moved. Two draws differ by several percent.
+AUDIT_TOLERANCE, AUDIT_TOLERANCE_OF_BASE, AUDIT_MOVED_TOLERANCE = 1e-3, 0.05, 0.05
+# Where even a variant's fastest audit is slower than most of its blocks by more, beyond what the base's are.
+AUDIT_SLOWER = 1.25
+
+
+class Fault(enum.Enum):
+    """The kind of a fault, beside the sentence that says it."""
+
+    RAISED = "raised"
+    SEALED = "sealed"
+    NOT_TIMED = "not timed"
+    NOT_COMPARED = "not compared"
+    PARITY = "parity"
+    PARITY_AFTER = "parity after its blocks"
+    GRAPHS = "graphs"
+    REPLAYS = "replays"
+    GRAPH_SHARE = "graph share"
+    CLOCK = "clock"
+    OUTSIDE = "work outside of the timed steps"
+    LATE_WORK = "late work"
+    LATE_CHANGE = "late change"
+    GROWTH = "growth"
+    THREADS = "threads"
+    LOSSES = "losses"
+    MOVEMENT = "movement"
+    NOT_WATCHED = "not watched"
+    AUDIT = "audit"
+    AUDIT_TIME = "audit's time"
+
+
+# Faults of what was computed, not of how.
+OF_NUMBERS = {Fault.PARITY, Fault.PARITY_AFTER, Fault.LOSSES, Fault.MOVEMENT, Fault.LATE_CHANGE, Fault.NOT_WATCHED}
+OF_NUMBERS |= {Fault.AUDIT}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A fault and its sentence.
+
+    Attributes:
+        cycle: where losses parted, if so little that eager, too, might have parted from itself there.
+    """
+
+    fault: Fault
+    reason: str
+    cycle: int | None = None
+
+
+def fault_of(run: Run, build: Build, name: str) -> Found | None:
+    """Return the reason why the blocks of a variant do not count, or None."""
+    variant = build.variants[name]
+    base = _anchor_of(build) or variant
+    reference = base if name == run.control else build.variants.get(variant.reference, base)
+    if not reference.blocks:
+        reference = base
+    return (
+        _promise_fault(variant)
+        or _share_fault(variant, run.device)
+        or _time_fault(variant, base, run)
+        or _late_change_fault(variant)
+        or _growth_fault(build, name, run.device)
+        or _thread_fault(variant, base, run.device)
+        or _training_fault(variant, reference, build, run)
+        or _audit_fault(variant, reference, base)
+        or _audit_time_fault(variant, base, run.device)
+    )
+
+
+def _anchor_of(build: Build) -> Variant | None:
+    own = build.variants.get(build.anchor)
+    return own if own is not None and own.blocks else None
+
+
+def _quiet(variant: Variant) -> list[Block]:
+    return [block for block in variant.blocks if not block.busy_processes]
+
+
+def _promise_fault(variant: Variant) -> Found | None:
+    own = variant.capture
+    is_graph, replays = variant.kind == "graph" and own.promised_graphs != 0, own.promised_replays
+    if own.promised_graphs is not None and own.graphs != own.promised_graphs:
+        return Found(Fault.GRAPHS, f"{own.graphs} graphs made, {own.promised_graphs} promised")
+    if is_graph and not own.graphs:
+        return Found(Fault.GRAPHS, "no graph made by a variant that promised some")
+    for block in variant.blocks:
+        wanted = block.expected_replays if replays is None else replays * block.steps
+        if block.replays != wanted:
+            said = f"{block.replays} replays in {block.steps} steps of cycle {block.cycle}, {wanted} promised"
+            return Found(Fault.REPLAYS, said)
+        if is_graph and not block.replays:
+            return Found(Fault.REPLAYS, f"no replay in cycle {block.cycle}")
+    return None
+
+
+def _share_fault(variant, device) -> Found | None:
+    share, least = variant.profile.graph_share, 0.0 if "part" in variant.traits else LEAST_GRAPH_SHARE[device]
+    launched = "kernels" if device == "cuda" else "operators"
+    if share is None:
+        return None
+    if variant.kind == "eager" and share > 0:
+        return Found(Fault.GRAPH_SHARE, f"graphs launch {100 * share:.1f} % of the {launched} of an eager variant")
+    if variant.kind == "graph" and (share < least or not share) and variant.capture.promised_graphs != 0:
+        wanted = f"at least {100 * least:g} %" if least else "some"
+        said = f"graphs launch {100 * share:.1f} % of the {launched}, {wanted} are expected"
+        return Found(Fault.GRAPH_SHARE, said)
+    return None
+
+
+def _time_fault(variant, base, run) -> Found | None:
+    """Time that a variant hides. None on a CPU, whose other programs may take a core at any moment."""
+    if run.device != "cuda":
+        return None
+    return _clock_fault(variant, run.ranks) or _outside_fault(variant, base) or _late_work_fault(variant, base)
+
+
+def _clock_fault(variant, ranks) -> Found | None:
+    block = next((block for block in _quiet(variant) if _is_other_time(block, ranks)), None)
+    if block is None:
+        return None
+    own_s = block.mean_ms * block.steps / 1e3
+    said = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw {block.parent_s:.3f} s"
+    return Found(Fault.CLOCK, f"{said}, and another clock of its own {block.worker_s:.3f} s")
+
+
+def _is_other_time(block, ranks) -> bool:
+    own_s = block.mean_ms * block.steps / 1e3
+    for seen_s in (block.parent_s, block.worker_s):
+        # With several ranks the slowest rank of each step counts. Together they may take longer than any rank did.
+        is_of_ranks = ranks > 1 and seen_s < own_s
+        if not is_of_ranks and abs(seen_s - own_s) > max(CLOCK_SHARE * seen_s, CLOCK_SLACK_S):
+            return True
+    return False
+
+
+def _outside_fault(variant, base) -> Found | None:
+    """Work in the untimed or drained steps, or where the variant is entered or left, by the other process's clock."""
+    usual = [outside for block in _quiet(base) if (outside := _outside_s(block, STEPS_OF_BASE)) is not None]
+    seen = [(_outside_s(block, STEPS_OF_VARIANT), block) for block in _quiet(variant)]
+    extra = [(outside - plain.median(usual), block) for outside, block in seen if outside is not None and usual]
+    if variant is base or not usual or not extra:
+        return None
+    over = [s > max(OUTSIDE_SHARE * block.parent_s, OUTSIDE_SLACK_S, max(usual)) for s, block in extra]
+    slightly = [s > max(OUTSIDE_SHARE_OF_MOST * block.parent_s, OUTSIDE_SLACK_S) for s, block in extra]
+    if not any(over) and 2 * sum(slightly) <= len(extra):
+        return None
+    s, block = max(extra, key=lambda each: each[0])
+    said = f"{s:.2f} s of work outside of the {block.parent_s:.2f} s of its timed steps in cycle {block.cycle}"
+    return Found(Fault.OUTSIDE, said)
+
+
+def _outside_s(block: Block, factor: float) -> float | None:
+    """Return the time of a block beside its timed steps, less `factor` times that of its other steps.
+
+    None in older files.
+    """
+    if block.whole_s is None:
+        return None
+    return block.whole_s - block.parent_s - factor * (block.untimed_steps + block.drained_steps) * block.mean_ms / 1e3
+
+
+def _late_work_fault(variant, base) -> Found | None:
+    # Work that goes on after a variant's block may reach the base's next block. Busy processes delay the look itself.
+    usual = min(block.late_ms for block in base.blocks)
+    most = max((block.late_ms for block in _quiet(variant)), default=0.0)
+    if most <= usual + LATE_MS:
+        return None
+    return Found(Fault.LATE_WORK, f"{most:.0f} ms of work went on after a block had ended, {usual:.0f} ms in the base")
+
+
+def _late_change_fault(variant) -> Found | None:
+    if not any(block.late_change for block in variant.blocks):
+        return None
+    return Found(Fault.LATE_CHANGE, "the training state still changed after a block had ended")
+
+
+def _growth_fault(build, name, device) -> Found | None:
+    variant, bound = build.variants[name], LEAK_BYTES[device]
+    # On a CPU the first cycle may still allocate memory that stays; on a GPU two cycles before it have done so.
+    begin = 0 if device == "cuda" else 1
+    grown = sum(block.growth_bytes or 0 for block in variant.blocks if block.cycle >= begin)
+    if grown <= bound:
+        total, own = growth_over_cycles(build, begin=begin), growth_over_cycles(build, name, begin)
+        grown = own if total > bound else 0
+    if grown <= bound:
+        return None
+    since = "first" if begin == 0 else "second"
+    return Found(Fault.GROWTH, f"memory grew by {grown / 2**20:.0f} MiB from the {since} cycle to the last")
+
+
+def growth_over_cycles(build: Build, name: str = "", begin: int = 0) -> int:
+    """Return by how many bytes memory in use grew from the begin of cycle `begin` to that of the last.
+
+    `name`: the growth from the begin of this variant's blocks to the begin of the next block; "" for all. Only blocks
+    of one process that tell their memory count.
+    """
+    placed = [(block.cycle, block.place, each, block) for each, own in build.variants.items() for block in own.blocks]
+    placed.sort(key=lambda item: item[:2])
+    last = max((cycle for cycle, *_ in placed), default=0)
+    total = 0
+    for (cycle, _, each, block), (after, place, _, following) in itertools.pairwise(placed):
+        is_counted = begin <= cycle < last and (after < last or place == 0) and block.process == following.process
+        if is_counted and name in ("", each) and block.held_bytes is not None and following.held_bytes is not None:
+            total += following.held_bytes - block.held_bytes
+    return total
+
+
+def _thread_fault(variant, base, device) -> Found | None:
+    if variant is base or variant.kind == "compile":
+        return None
+    usual: dict[int, int] = {}
+    for block in base.blocks:
+        usual[block.cycle] = max(usual.get(block.cycle, 0), block.threads)
+    extra = [own.threads - usual[own.cycle] for own in variant.blocks if own.cycle in usual]
+    # On a CPU another program may have taken the core in a block or two.
+    least = 1 if device == "cuda" else max(LEAST_CPU_BLOCKS, math.ceil(CPU_SHARE * len(extra)))
+    if sum(number >= 1 for number in extra) < least:
+        return None
+    return Found(Fault.THREADS, f"{max(extra):g} threads more than the base in its blocks")
+
+
+def _training_fault(variant, reference, build, run) -> Found | None:
+    if not any(moved is None or moved > 0 for block in variant.blocks for moved in block.moved):
+        return Found(Fault.NOT_WATCHED, "no watched tensor of the training state moved in its blocks")
+    if reference is variant:
+        return None
+    # What a reference that does not repeat widens is no more than the largest rounding that was seen.
+    least, control = LEAST_LOSS_DEVIATION[run.device], build.variants.get(run.control)
+    scatter = min(scatter_of_losses(_anchor_of(build) or reference, control), LARGEST_OF_ONE_BLOCK)
+    bound = max(SCATTER_FACTOR * scatter, variant.tolerance or 0.0, least)
+    others: dict[int, Block] = {}
+    for block in reference.blocks:
+        others.setdefault(block.cycle, block)
+    deviations, pairs = [], []
+    # Where the base's own blocks part, a single one of the variant may, too, and the median counts.
+    of_one_block = max(bound, LARGEST_OF_ONE_BLOCK) if scatter > least else bound
+    for own in variant.blocks:
+        other = others.get(own.cycle)
+        if other is None or not (own.reset and other.reset):
+            continue
+        deviation = loss_deviation(own.losses, other.losses)
+        if deviation is None:
+            return Found(Fault.LOSSES, f"its losses in cycle {own.cycle} are not those of as many steps")
+        if deviation > of_one_block:
+            said = f"its losses in cycle {own.cycle} differ from the reference's by {deviation:.1e}"
+            cycle = own.cycle if deviation <= LARGEST_OF_ONE_BLOCK else None
+            return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}", cycle)
+        deviations.append(deviation)
+        pairs.append((own, other))
+        found = _other_movement(own, other, Fault.MOVEMENT, f"a block of cycle {own.cycle} moved", MOVED_TOLERANCE)
+        if found:
+            return found
+    still = _still_tensors(pairs)
+    if still:
+        said = f"{still} watched tensors of the training state never moved in its blocks, in the reference's always"
+        return Found(Fault.MOVEMENT, said)
+    middle = plain.median(deviations) if deviations else 0.0
+    if middle > bound:
+        said = f"its losses differ from the reference's by {middle:.1e} in most cycles"
+        return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}", variant.blocks[-1].cycle)
+    return None
+
+
+def _other_movement(own: Block | Trained, other: Block | Trained, fault, where, tolerance) -> Found | None:
+    moved = [(a, b) for a, b in zip(own.moved, other.moved, strict=False) if b]
+    if any(a is None for a, _ in moved):
+        return Found(fault, f"{where} the training state to values that are not finite")
+    ratio = plain.median(a / b for a, b in moved if a is not None) if moved else 1.0
+    if abs(ratio - 1) > tolerance:
+        return Found(fault, f"{where} the training state {ratio:.2f} times as far as the reference")
+    return None
+
+
+def _audit_fault(variant, reference, base) -> Found | None:
+    """Another training than the reference's in a process of its own, from a state that a secret draw has scaled."""
+    where = "from a state that a secret draw had scaled"
+    for each in variant.audits:
+        if each.raised and _is_finite(each.repetition) and variant is not base:
+            return Found(Fault.AUDIT, f"{where} it raised {each.raised[:200]}, where eager trained")
+    pairs = _repeated(variant)
+    if not pairs:
+        return None
+    scatters = [scatter_of_losses(base), *(_difference(*each) for own in (base, reference) for each in _repeated(own))]
+    scatter = min(max(scatters), AUDIT_TOLERANCE_OF_BASE)
+    allowed = max(AUDIT_TOLERANCE, variant.tolerance or 0.0, SCATTER_FACTOR * scatter)
+    # Kernels whose bits differ once in a few hundred calls let one audit part from the others.
+    of_one = max(allowed, LARGEST_OF_ONE_BLOCK)
+    is_eager = variant is base or variant is reference
+    if is_eager:
+        allowed, of_one = AUDIT_TOLERANCE_OF_BASE, math.inf
+    differences = [_difference(*each) for each in pairs]
+    if min(differences) > allowed or max(differences) > of_one:
+        said = f"its losses differ by {max(differences):.1e} from those of eager in a process of its own"
+        return Found(Fault.AUDIT, f"{said}, {where}")
+    if is_eager:
+        return None
+    found = [_other_movement(*each, Fault.AUDIT, f"{where} it moved", AUDIT_MOVED_TOLERANCE) for each in pairs]
+    return found[0] if all(found) else None
+
+
+def _repeated(variant: Variant) -> list[tuple[Trained, Trained]]:
+    """(the variant's block, its repetition) of the audits that were repeated to their end."""
+    pairs = [(each.own, each.repetition) for each in variant.audits]
+    return [(own, other) for own, other in pairs if own is not None and other is not None and _is_finite(other)]
+
+
+def _is_finite(trained: Trained | None) -> bool:
+    return trained is not None and None not in (*trained.losses, *trained.moved)
+
+
+def _difference(own: Trained, other: Trained) -> float:
+    """The largest relative difference of their losses; infinite where one of them is not finite."""
+    difference = loss_deviation(own.losses, other.losses)
+    return math.inf if difference is None else difference
+
+
+def _audit_time_fault(variant, base, device) -> Found | None:
+    """Audits that all take longer than most blocks of the cycles, where an earlier variant had made the same steps."""
+    own_ms, base_ms = ([each.own.mean_ms for each in own.audits if each.own is not None] for own in (variant, base))
+    blocks, others = _quiet(variant), _quiet(base)
+    # Steps that run again depend on the state.
+    is_compared = all((own_ms, base_ms, blocks, others)) and not any(block.reruns for block in variant.blocks)
+    if device != "cuda" or variant is base or not is_compared:
+        return None
+    slow_ms = _upper_quartile([block.mean_ms for block in blocks])
+    wander = max(1.0, max(base_ms) / _upper_quartile([block.mean_ms for block in others]))
+    if min(own_ms) <= AUDIT_SLOWER * wander * slow_ms:
+        return None
+    said = "where a secret draw had scaled the state its fastest block took"
+    return Found(Fault.AUDIT_TIME, f"{said} {digits(min(own_ms))} ms a step, most others at most {digits(slow_ms)} ms")
+
+
+def _upper_quartile(values: Sequence[float]) -> float:
+    return sorted(values)[math.ceil(0.75 * len(values)) - 1]
+
+
+def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:
+    """Number of watched tensors that moved in every block of the reference and in no block of a variant.
+
+    A single block says nothing: in bfloat16 a small tensor may stay where it is.
+    """
+    tensors = zip(*([*zip(own.moved, other.moved, strict=False)] for own, other in pairs), strict=False)
+    return sum(all(b and a == 0 for a, b in tensor) for tensor in tensors) if pairs else 0
+
+
+def scatter_of_losses(reference: Variant, control: Variant | None = None) -> float:
+    """Return the largest relative difference between losses of two blocks of a reference that begin alike.
+
+    control: the reference once more, where the run has it.
+    """
+    firsts: dict[int, Block | Again] = {}
+    blocks: list[Block | Again] = [block for block in reference.blocks if block.reset]
+    blocks += [*reference.again, *(block for block in (control.blocks if control else []) if block.reset)]
+    deviations = [loss_deviation(each.losses, firsts.setdefault(each.first, each).losses) for each in blocks]
+    return max((each for each in deviations if each is not None), default=0.0)

@@ -1,0 +1,255 @@
+"""A run while it is measured: a file of facts, one JSON object a line, that only grows, and the run that they make.
+
+A kill at any moment loses the line that was being written. `folded` makes the run file's content of the lines; `seal`
+writes it once.
+"""
+
+import fcntl
+import json
+import os
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from graph_worth.harness.files import run_file
+from graph_worth.harness.files.facts import (
+    Again,
+    Alone,
+    Audit,
+    Block,
+    Build,
+    Capture,
+    Course,
+    Cycle,
+    Profile,
+    Raised,
+    Run,
+    Trained,
+    Variant,
+)
+from graph_worth.files import write_text
+from graph_worth.text import name_of, without_folders
+
+SUFFIX = ".partial.jsonl"
+# Facts that go into the run file under the same name.
+OF_HEADER = ("id", "model", "preset", "label", "flags", "source", "ranks", "begin_utc", "control")
+OF_DECLARATION = ("kind", "help", "headline", "traits", "reference", "tolerance")
+OF_BUILD = ("config", "card", "notes", "flops_per_step", "flops_convention", "flops_notes", "items_per_step")
+
+
+class Busy(RuntimeError):
+    """Another process writes this run."""
+
+
+class Partial:
+    """The facts of one run, on disk and in `facts`. The file is locked until `close`.
+
+    Args:
+        path: a file that ends in SUFFIX. The constructor reads it, and cuts off half a line at its end.
+
+    Raises:
+        Busy: another process holds it.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a+b")  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise Busy(f"{path} is written by another process") from None
+        self.facts, good = _read_lines(self._file)
+        self._file.truncate(good)
+
+    def add(self, fact: str, **values) -> dict:
+        """Append one fact and return it. When this returns, the system has it."""
+        line = {"fact": fact, **values}
+        try:
+            self._file.write(json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            # Errors of an open file name none.
+            raise type(error)(error.errno, error.strerror, str(self.path)) from None
+        self.facts.append(line)
+        return line
+
+    def of(self, fact: str, **values) -> list[dict]:
+        """Return the facts of one kind that have these values."""
+        return _of(self.facts, fact, **values)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def _read_lines(file):
+    """The facts, and the end of the last whole line."""
+    file.seek(0)
+    facts: list[dict] = []
+    good = 0
+    for line in file.read().splitlines(keepends=True):
+        try:
+            fact = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not line.endswith(b"\n") or not isinstance(fact, dict) or "fact" not in fact:
+            break
+        facts.append(fact)
+        good += len(line)
+    return facts, good
+
+
+def find(group: Path) -> list[Path]:
+    """Return the runs of a folder that were begun and are not sealed, newest first."""
+    return sorted(group.glob(f"*{SUFFIX}"), reverse=True)
+
+
+def seal(partial: Partial) -> Path:
+    """Write the run file beside the partial one, remove the partial one, and return the run file's path.
+
+    Raises:
+        OSError: the disk takes no file; the partial one stays.
+    """
+    path = partial.path.with_name(partial.path.name.removesuffix(SUFFIX) + ".json")
+    write_text(path, run_file.as_bytes(folded(partial.facts)))
+    os.chmod(path, 0o444)
+    partial.close()
+    partial.path.unlink()
+    return path
+
+
+# ------------------------------------------------------------------------------------------------
+# From facts to a run
+
+
+def folded(facts: list[dict]) -> Run:
+    """Return the run that the facts make; `whole` says whether the run came to its end."""
+    header, ends = facts[0], _of(facts, "end")
+    workers = _of(facts, "worker") or [{}]
+    worker = workers[0]
+    host = worker.get("host", header["host"])
+    if worker:
+        # A job may have gone on with the run of another one.
+        host = host | {"slurm": workers[-1].get("host", {}).get("slurm", {})}
+    seconds: dict[str, float] = {}
+    for each in _of(facts, "seconds"):
+        seconds[each["phase"]] = round(seconds.get(each["phase"], 0.0) + each["seconds"], 2)
+    by_build: dict[str, list[dict]] = {name: [] for name in header["builds"]}
+    for each in facts:
+        if each.get("build") in by_build:
+            by_build[each["build"]].append(each)
+    made = {
+        "schema": run_file.SCHEMA,
+        **{key: header[key] for key in OF_HEADER},
+        "flags": [without_folders(flag) for flag in header["flags"]],
+        "parity": header.get("parity", "courses"),
+        "device": "cuda" if host["gpus"] else "cpu",
+        "versions": host["versions"],
+        "host": host | {"gpus": worker.get("gpus", host["gpus"])},
+        "end_utc": ends[-1]["end_utc"] if ends else utc(),
+        "unit": worker.get("unit", ""),
+        "whole": bool(ends),
+        "seconds": seconds,
+        "builds": {
+            name: _build(header["builds"][name], own, header["control"]) for name, own in by_build.items() if own
+        },
+    }
+    return msgspec.convert(made, Run)
+
+
+def utc() -> str:
+    """Return the time as in 2026-11-25T10:15:00Z."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _of(facts, fact, **values) -> list[dict]:
+    return [each for each in facts if each["fact"] == fact and all(each.get(key) == values[key] for key in values)]
+
+
+def _build(declared, facts, control) -> Build:
+    worker, plans = (_of(facts, "worker") or [{}])[0], _of(facts, "plan")
+    cycles = {each["cycle"]: each for each in _of(facts, "cycle")}
+    anchor = plans[-1]["base"] if plans else ""
+    # Where a base failed and another follows, the control repeated the first one so far: no control of the second.
+    repeats = {number: each for number, each in cycles.items() if each["order"][:1] == [anchor]}
+    variants = {
+        name: _variant(name, own, facts, repeats if name == control else cycles)
+        for name, own in declared["variants"].items()
+    }
+    made = {
+        "anchor": anchor,
+        "fields": _without_folders(declared.get("fields", {})),
+        "asked_layers": declared.get("asked_layers"),
+        **{key: _without_folders(worker[key]) for key in OF_BUILD if key in worker},
+        "cycles": [_as(Cycle, each | {"busy_processes": each["busy"]}) for _, each in sorted(cycles.items())],
+        "variants": variants,
+    }
+    # A constructor checks no type.
+    return msgspec.convert(made, Build)
+
+
+def _variant(name, declared, facts, cycles) -> Variant:
+    own = [each for each in facts if each.get("variant") == name]
+    left_out, alone, profiles = _of(own, "left_out"), _of(own, "alone"), _of(own, "profile")
+    captures = _of(own, "capture") or _of(own, "parity") or [{}]
+    # A cycle that is begun again, perhaps without a variant, replaces the first.
+    of_cycles = [each for each in _of(own, "block") if _is_of_cycle(each, cycles)]
+    blocks = {(each["cycle"], each["place"]): each for each in of_cycles}
+    made = {
+        **{key: declared[key] for key in OF_DECLARATION},
+        "promise": declared["parity"],
+        "raised": _as(Raised, _without_folders(left_out[0])) if left_out else None,
+        "apart": bool(_of(facts, "apart")),
+        "capture": _as(Capture, captures[0]),
+        "alone": _as(Alone, alone[-1]) if alone else None,
+        "parity": [_as(Course, each) for each in _of(own, "parity")],
+        "after": [_as(Course, each) for each in _of(own, "course")],
+        "audits": [_audit(each, _of(facts, "repetition", seed=each["seed"])) for each in _of(own, "audit")],
+        "again": [_as(Again, each) for each in _of(own, "again")],
+        "profile": _as(Profile, profiles[-1] if profiles else {}),
+        "blocks": [_block(blocks[key]) for key in sorted(blocks)],
+    }
+    return msgspec.convert(made, Variant)
+
+
+_PATH_IN_PROSE = re.compile(r"""(?<![\w.)/])~?(?:/[^\s/:;,="'()\[\]]+){2,}/?""")
+
+
+def prose_without_folders(text: str) -> str:
+    """Return a sentence with the last name of each absolute path in it; a path ends at a space."""
+    return _PATH_IN_PROSE.sub(name_of, text)
+
+
+def _audit(fact, repetitions) -> Audit:
+    own, other = (_as(Trained, each) if "losses" in each else None for each in (fact, *(repetitions[:1] or [{}])))
+    raised = prose_without_folders(fact.get("raised", ""))
+    return Audit(seed=fact["seed"], first=fact["first"], own=own, repetition=other, raised=raised)
+
+
+def _without_folders(value):
+    """A value of JSON whose sentences and fields name no folder of a machine; each path has its last name alone."""
+    if isinstance(value, dict):
+        return {key: _without_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return prose_without_folders(value) if isinstance(value, str) else value
+
+
+def _is_of_cycle(block, cycles) -> bool:
+    cycle = cycles.get(block["cycle"])
+    return cycle is not None and cycle["order"][block["place"] :][:1] == [block["variant"]]
+
+
+def _as(kind, fact):
+    """The fact as a type of the run file, which has other fields, too."""
+    return msgspec.convert({key: fact[key] for key in kind.__struct_fields__ if key in fact}, kind)
+
+
+def _block(fact) -> Block:
+    times = {"busy_processes": fact["busy"], "worker_s": round(fact["end_s"] - fact["begin_s"], 5)}
+    return _as(Block, fact | times)

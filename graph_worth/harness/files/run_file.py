@@ -1,0 +1,150 @@
+"""The run file, schema 4: one JSON object a run, sealed once and never changed; reading it back, and writing it.
+
+It holds the facts of a run (`graph_worth.harness.files.facts`). Files of schema 3 are read, too (`graph_worth.harness.files.schema_3`).
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from graph_worth.harness.files import schema_3
+from graph_worth.harness.files.facts import Census, Run
+from graph_worth.text import printable
+
+CENSUS = "census"
+SCHEMA = 4
+MAX_BYTES = 32 * 2**20
+# Of all runs of a file; each is compared with every other one on a page or in a figure.
+MAX_VARIANTS = 500
+PASSED_OVER = ("archive", "figures", "operators")
+
+
+class Damaged(ValueError):
+    """The file is no run file; the text is one line that says why."""
+
+    def __init__(self, text: str):
+        super().__init__(printable(text))
+
+
+def read(path: Path) -> Run:
+    """Return the run in a file; raise Damaged as `read_all` does, and for a census."""
+    found = read_all(path)
+    if isinstance(found, Census):
+        raise Damaged(f"{path}: a census of {len(found.runs)} runs, not one run")
+    return found
+
+
+def read_all(path: Path) -> Run | Census:
+    """Return the run, or the census, in a file.
+
+    Raises:
+        Damaged: the file holds neither, is too large, or is of another schema.
+    """
+    try:
+        if not path.is_file() or path.is_symlink():
+            raise ValueError("no regular file")
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"larger than {MAX_BYTES >> 20} MiB, no run file is")
+        return parsed(path.read_bytes())
+    except OSError as error:
+        fault = error.strerror or "cannot be read"
+    except (ValueError, OverflowError) as error:
+        fault = str(error)
+    except RecursionError:
+        fault = "no whole JSON"
+    raise Damaged(f"{path}: {fault}")
+
+
+class _Head(msgspec.Struct):
+    schema: int
+    census: bool = False
+
+
+def parsed(data: bytes) -> Run | Census:
+    """Return the run, or the census, that the bytes of a file hold.
+
+    Raises:
+        ValueError: they hold none; the text names the place.
+    """
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+        if head.schema == schema_3.SCHEMA:
+            found: Run | Census = msgspec.convert(schema_3.upgraded(msgspec.json.decode(data)), Run)
+        elif head.schema != SCHEMA:
+            raise ValueError(f"schema {head.schema}, this version reads {schema_3.SCHEMA} and {SCHEMA}")
+        elif head.census:
+            found = msgspec.json.decode(data, type=Census)
+        else:
+            found = msgspec.json.decode(data, type=Run)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"no whole JSON: {error}") from None
+    every = found.runs if isinstance(found, Census) else [found]
+    number = sum(len(build.variants) for run in every for build in run.builds.values())
+    if number > MAX_VARIANTS:
+        raise ValueError(f"{number:,} variants, a run file has at most {MAX_VARIANTS}")
+    for run in every:
+        _require_sound(run)
+    return found
+
+
+def as_bytes(run: Run | Census) -> bytes:
+    """Return the content of a file."""
+    return msgspec.json.encode(run) + b"\n"
+
+
+def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
+    """Return every run below a folder, by path, and a line for each damaged file and each folder that is not readable.
+
+    The runs of a census are among them. Hidden folders and those of PASSED_OVER are left out; links to folders are not
+    followed.
+    """
+    found: list[tuple[Path, Run]] = []
+    faults: list[str] = []
+    paths: list[Path] = []
+
+    def unreadable(error):
+        faults.append(printable(f"{error.filename}: {error.strerror}"))
+
+    for folder, folders, files in os.walk(root, onerror=unreadable):
+        folders[:] = [name for name in folders if name[0] != "." and name not in PASSED_OVER]
+        names = (name for name in files if name.endswith(".json") and name[0] != ".")
+        paths += [Path(folder, name) for name in names]
+    for path in sorted(paths):
+        try:
+            each = read_all(path)
+            found += [(path, run) for run in (each.runs if isinstance(each, Census) else [each])]
+        except Damaged as error:
+            faults.append(str(error))
+    return found, faults
+
+
+def _require_sound(run: Run) -> None:
+    """Refuse what no single value shows.
+
+    Raises:
+        ValueError: a name that garbles a terminal, a block without steps, or too many blocks in a cycle.
+    """
+    names = [run.id, run.model, run.preset, run.label, run.control, run.unit, run.begin_utc, *run.builds]
+    names += [gpu.name for gpu in run.host.gpus] + [run.host.boot or ""]
+    names += [name for build in run.builds.values() for name in (build.anchor, *build.variants)]
+    for name in names:
+        if not name.isprintable():
+            raise ValueError(f"{name!a} is no name that can be printed")
+    for build in run.builds.values():
+        orders = {cycle.cycle: Counter(cycle.order) for cycle in build.cycles if cycle.order}
+        for name, own in build.variants.items():
+            seen = Counter(block.cycle for block in own.blocks)
+            # A file of schema 3 has no orders, and one base.
+            of_base = Counter({name: 2 if name == build.anchor else 1})
+            if any(number > orders.get(cycle, of_base)[name] for cycle, number in seen.items()):
+                raise ValueError(f"{name} has more blocks in a cycle than the order has")
+            if run.schema == SCHEMA and own.sealed is not None:
+                raise ValueError(f"{name} holds a verdict, which a file of schema {SCHEMA} does not")
+            if any(not block.steps for block in own.blocks):
+                raise ValueError(f"{name} has a block without steps")
+            if any(block.classes and len(block.classes) != len(block.step_ms) for block in own.blocks):
+                raise ValueError(f"{name} has a block whose classes are not those of its steps")

@@ -1,0 +1,314 @@
+"""Verdicts on a run, made from its facts when it is read: which variants count, and what they gain.
+
+Pure functions: nothing is measured, read or written. A rule that is mended here mends every run file of schema 4. Files
+of schema 3 hold verdicts; their failures stay as they were sealed. `graph_worth.measuring.parity` compares courses, and
+`graph_worth.harness.checks` blocks; docs/method.md lists all.
+"""
+
+import math
+import statistics as plain
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from graph_worth.harness import intervals as statistics
+from graph_worth.harness.checks import LARGEST_OF_ONE_BLOCK, OF_NUMBERS, Fault, Found, fault_of, scatter_of_losses
+from graph_worth.harness.files.facts import Block, Build, Course, Run
+from graph_worth.harness.intervals import Ratio
+from graph_worth.measuring.parity import SCATTER_FACTOR, Agreement, agreement, loss_deviation
+
+PASS, FAILED = "pass", "failed"
+# A base that is slower beside the other variants than alone by more than this was slowed by them.
+SLOWED = 1.05
+# On a CPU, of the audits that a process of its own has repeated.
+SLOWED_CPU = 1.25
+# After the blocks losses are compared further along, where rounding has grown.
+LEAST_DEVIATION_AFTER = 1e-5
+# Statuses without a fault of the variant.
+FINE = (PASS, "oom", "unsupported")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on the facts of a variant.
+
+    Attributes:
+        status: "pass", "failed", or what the worker raised: unsupported, oom, capture_failed, numerics_failed, timeout.
+        fault, reason: why it did not pass; None and "" where it did.
+        parity, after: agreement with the reference before and after the blocks in a word or a number; "" where nothing
+            was compared.
+    """
+
+    status: str
+    fault: Fault | None = None
+    reason: str = ""
+    parity: str = ""
+    after: str = ""
+
+    @property
+    def is_wrong_numbers(self) -> bool:
+        """Return whether the variant computed other numbers than its reference."""
+        return self.fault in OF_NUMBERS or self.status == "numerics_failed"
+
+
+class Judged:
+    """A build of a run with its verdicts.
+
+    Attributes:
+        run, build: the facts.
+        verdicts: of each variant.
+        base: the eager variant that ratios compare with; "" where none passed.
+    """
+
+    def __init__(self, run: Run, build: Build):
+        self.run, self.build = run, build
+        self.verdicts = {name: _verdict(run, build, name) for name in build.variants}
+        self.base = self._base()
+
+    def _base(self) -> str:
+        """`eager`, unless another passing eager is faster with an interval that excludes 1."""
+        eagers = [
+            name
+            for name, own in self.build.variants.items()
+            if own.kind == "eager" and self.passed(name) and name != self.run.control and "extra_work" not in own.traits
+        ]
+        usual = [name for name in ("eager", self.build.anchor) if name in eagers]
+        if not eagers:
+            return ""
+        base = usual[0] if usual else eagers[0]
+        faster = {name: ratio for name in eagers if (ratio := self.ratio_to(base, name)) is not None and ratio.low > 1}
+        return max(faster, key=lambda name: faster[name].ratio, default=base)
+
+    def passed(self, name: str) -> bool:
+        """Return whether a variant is there and passed."""
+        return name in self.verdicts and self.verdicts[name].status == PASS
+
+    def blocks(self, name: str, busy: bool = False) -> list[Block]:
+        """Return the blocks of a variant in quiet cycles, or in those beside busy processes."""
+        own = self.build.variants.get(name)
+        return [block for block in own.blocks if bool(block.busy_processes) == busy] if own else []
+
+    def ratio_of(self, name: str, busy: bool = False) -> Ratio | None:
+        """Return the ratio of a variant to the base; of the control to the variant that it repeats.
+
+        `busy`: in the cycles beside busy processes. None for the base, for a variant that did not pass, and where no
+        cycle has both.
+        """
+        base = self.build.anchor if name == self.run.control else self.base
+        if not base or name == base or not self.passed(name) or not self.passed(base):
+            return None
+        return self.ratio_to(base, name, busy)
+
+    def ratio_to(self, base: str, name: str, busy: bool = False, without_last: int = 0) -> Ratio | None:
+        """Return the ratio of two variants, whether they passed or not; None where no cycle has both.
+
+        `without_last`: so many last cycles do not count.
+        """
+        if base == name:
+            return None
+        bases: dict[int, list[float]] = {}
+        for block in self.blocks(base, busy):
+            bases.setdefault(block.cycle, []).append(block.mean_ms)
+        counted = set(sorted(bases)[: len(bases) - without_last])
+        rows = [(bases[block.cycle], block.mean_ms) for block in self.blocks(name, busy) if block.cycle in counted]
+        return statistics.ratio_of(rows) if rows else None
+
+    def ms(self, name: str, busy: bool = False) -> float | None:
+        """Return the mean step of a variant: the geometric mean over its blocks; None without a block."""
+        return _geometric([block.mean_ms for block in self.blocks(name, busy)])
+
+    def typical_ms(self, name: str, busy: bool = False) -> float | None:
+        """Return the typical step: the geometric mean over blocks of each block's median."""
+        return _geometric([block.typical_ms for block in self.blocks(name, busy)])
+
+    def issue_ms(self, name: str, busy: bool = False) -> float | None:
+        """Return the host's time to issue a step: the median over blocks, each at most the block's step."""
+        found = [issued for block in self.blocks(name, busy) if (issued := block.issued_ms) is not None]
+        return plain.median(found) if found else None
+
+    @cached_property
+    def slowed(self) -> float:
+        """How many times as long the base's fastest block takes a step as the base alone in a process; 0 if no longer.
+
+        It counts beyond `SLOWED` and beyond the control's interval, and where the base alone made the steps of a block.
+        On a CPU the base alone is that which has repeated all audits, and the medians of blocks count.
+        """
+        own, blocks = self.build.variants.get(self.base), self.blocks(self.base)
+        if not own or not blocks:
+            return 0.0
+        if self.run.device == "cpu":
+            referring = [variant for variant in self.build.variants.values() if variant.reference == self.base]
+            repeated = [audit.repetition for variant in referring for audit in variant.audits]
+            alone = [plain.median(repetition.step_ms) for repetition in repeated if repetition is not None]
+            typical_ms = min(block.typical_ms for block in blocks)
+            ratio, least = typical_ms / plain.median(alone or [math.inf]), SLOWED_CPU
+        elif own.alone and len(own.alone.step_ms) >= blocks[0].steps:
+            ratio, least = min(block.mean_ms for block in blocks) / plain.fmean(own.alone.step_ms), SLOWED
+        else:
+            return 0.0
+        control = self.ratio_of(self.run.control) if self.run.control in self.build.variants else None
+        if control is not None:
+            least = max(least, control.high, 1 / control.low if control.low > 0 else math.inf)
+        return ratio if ratio > least else 0.0
+
+    def busy_ms(self, name: str) -> float | None:
+        """Return the GPU's busy time in a step."""
+        own = self.build.variants.get(name)
+        return own.profile.busy_ms if own else None
+
+    def uncaptured(self, name: str) -> str:
+        """Return the variant that runs the same program without graphs; "" where none is measured."""
+        own = self.build.variants[name]
+        if name == self.run.control or own.kind == "eager":
+            return self.base if name == self.base else ""
+        if own.kind == "compile":
+            return "compile" if own.capture.graphs and self.passed("compile") else ""
+        return self.base
+
+    def ceiling(self, name: str, busy: bool = False) -> float | None:
+        """Return the most that a graph can gain: the base's step / busy time of the uncaptured program.
+
+        A graph runs as fast as the GPU works. Of the base, the most that any graph of it can gain.
+        """
+        uncaptured = self.uncaptured(name) if self.base and self.run.device == "cuda" else ""
+        busy_ms = self.busy_ms(uncaptured) if uncaptured else None
+        ratio = self.ratio_of(name, busy)
+        base_ms = ratio.base_ms if ratio else self.ms(self.base, busy)
+        return base_ms / busy_ms if busy_ms and base_ms else None
+
+    def reached(self, name: str, busy: bool = False) -> float | None:
+        """Return the share of its ceiling that a variant reached: busy time of the uncaptured program / its step."""
+        ratio, ceiling = self.ratio_of(name, busy), self.ceiling(name, busy)
+        return ratio.ratio / ceiling if ratio and ceiling else None
+
+    def paid_back(self, name: str, busy: bool = False) -> int | None:
+        """Return the number of steps after which a faster variant has gained the seconds that it took to make.
+
+        None where the interval of its ratio contains 1, or where the seconds are not known.
+        """
+        ratio, made_s = self.ratio_of(name, busy), self.build.variants[name].capture.made_s
+        if ratio is None or made_s is None or ratio.cycles < 2 or not ratio.low > 1:
+            return None
+        return math.ceil(1e3 * made_s / (ratio.base_ms - ratio.variant_ms))
+
+    def tflops(self, name: str, busy: bool = False) -> float | None:
+        """Return the useful TFLOP/s of a rank; None if unknown, or if steps differ in kind."""
+        flops, ms, blocks = self.build.flops_per_step, self.ms(name, busy), self.blocks(name, busy)
+        is_alike = all(block.num_classes < 2 for block in blocks)
+        return flops / ms / 1e9 if flops and ms and is_alike and self.run.device == "cuda" else None
+
+    def joules(self, name: str, busy: bool = False) -> float | None:
+        """Return the energy of a step: power times the mean step, of the GPU that is sampled."""
+        blocks = self.blocks(name, busy)
+        found = [each.gpu.power_w * each.mean_ms / 1e3 for each in blocks if each.gpu and each.gpu.power_w]
+        return plain.fmean(found) if found else None
+
+    def sm_mhz(self, name: str, busy: bool = False) -> float | None:
+        """Return the median clock over the blocks of a variant."""
+        found = [block.gpu.sm_mhz for block in self.blocks(name, busy) if block.gpu and block.gpu.sm_mhz]
+        return plain.median(found) if found else None
+
+    def alone_bytes(self, name: str) -> int | None:
+        """Return the memory that a variant needs as the only one of its process."""
+        own = self.build.variants.get(name)
+        return own.alone.peak_reserved_bytes if own and own.alone else None
+
+    def added_bytes(self, name: str) -> int | None:
+        """Return what a variant needs alone less what the base needs alone."""
+        own, base = self.alone_bytes(name), self.alone_bytes(self.base)
+        return own - base if own is not None and base is not None else None
+
+    def added_bytes_in_steps(self, name: str) -> int | None:
+        """Return `added_bytes` without the moment of the capture; None for a file that does not tell."""
+        variants = (self.build.variants.get(each) for each in (name, self.base))
+        known = [each.alone.steps_reserved_bytes for each in variants if each and each.alone]
+        return known[0] - known[1] if len(known) == 2 and None not in known else None  # type: ignore[operator]
+
+    @cached_property
+    def quiet_cycles(self) -> int:
+        """Whole cycles without busy processes: of the passing variant that has fewest."""
+        numbers = [len({block.cycle for block in self.blocks(name)}) for name in self.verdicts if self.passed(name)]
+        quiet = sum(not cycle.busy_processes for cycle in self.build.cycles)
+        return min([quiet, *numbers])
+
+
+def judged(run: Run) -> dict[str, Judged]:
+    """Return the builds of a run with their verdicts."""
+    return {name: Judged(run, build) for name, build in run.builds.items()}
+
+
+def is_sound(run: Run) -> bool:
+    """Return whether no variant failed and something was timed."""
+    builds = judged(run).values()
+    statuses = [own.status for each in builds for own in each.verdicts.values()]
+    return PASS in statuses and all(status in FINE for status in statuses)
+
+
+# ------------------------------------------------------------------------------------------------
+# The verdict on a variant
+
+
+def _verdict(run: Run, build: Build, name: str) -> Verdict:
+    own = build.variants[name]
+    before = after = None
+    texts = (own.sealed.parity if own.sealed else "", "")
+    if own.sealed is None and name != run.control:
+        before, after = _agreements(build, name)
+        texts = str(before or ""), str(after or "")
+    if own.raised:
+        status = own.raised.kind if own.raised.kind not in ("error", "changed_settings", "moved_state") else FAILED
+        return Verdict(status, Fault.RAISED, own.raised.reason, *texts)
+    if own.sealed and own.sealed.status != PASS:
+        return Verdict(FAILED, Fault.SEALED, own.sealed.reason, *texts)
+    if name == run.control and not build.cycles:
+        return Verdict(PASS)  # there was no base to repeat
+    if not own.blocks:
+        return Verdict(FAILED, Fault.NOT_TIMED, "no block of it was measured", *texts)
+    found = _parity_fault(run, build, name, before, after) or fault_of(run, build, name)
+    return Verdict(FAILED, found.fault, found.reason, *texts) if found else Verdict(PASS, None, "", *texts)
+
+
+def _agreements(build, name) -> list[Agreement | None]:
+    """Before and after the blocks; a reference is compared with another run of itself."""
+    own = build.variants[name]
+    reference = build.variants.get(own.reference, own)
+    found: list[Agreement | None] = []
+    for courses, others in ((own.parity, reference.parity), (own.after, reference.after)):
+        other = courses[1:][-1:] if reference is own else others[:1]
+        found.append(agreement(courses[0], other[0]) if courses and other else None)
+    return found
+
+
+def _parity_fault(run, build, name, before, after) -> Found | None:
+    own = build.variants[name]
+    if name == run.control or own.reference == name or run.parity == "blocks":
+        return None
+    if own.sealed:
+        is_compared = bool(own.sealed.parity)
+        return None if is_compared else Found(Fault.NOT_COMPARED, "nothing compares its training with the reference's")
+    reference = build.variants.get(own.reference)
+    if before is None or after is None or reference is None:
+        when = "before" if before is None else "after"
+        return Found(Fault.NOT_COMPARED, f"nothing compares its training with the reference's {when} its blocks")
+    # Two runs of the reference are mostly equal.
+    allowed = own.promise if isinstance(own.promise, float) else SCATTER_FACTOR * _scatter(reference.parity)
+    if not before.is_within(allowed):
+        return Found(Fault.PARITY, f"parity: differs by {before} from step {before.step}")
+    anchor = build.variants.get(build.anchor, reference)
+    scatter = min(max(_scatter(reference.after), scatter_of_losses(anchor)), LARGEST_OF_ONE_BLOCK)
+    allowed = max(SCATTER_FACTOR * scatter, own.tolerance or 0.0, LEAST_DEVIATION_AFTER)
+    if scatter > LEAST_DEVIATION_AFTER:
+        # One course is as much as one block, of which eager's own part now and then.
+        allowed = max(allowed, LARGEST_OF_ONE_BLOCK)
+    if not after.is_within(allowed):
+        return Found(Fault.PARITY_AFTER, f"parity after its blocks: differs by {after}, eager runs by {scatter:.1e}")
+    return None
+
+
+def _scatter(courses: Sequence[Course]) -> float:
+    """The deviation of two equal runs; 0 where there is one."""
+    return (loss_deviation(courses[0].losses, courses[1].losses) or 0.0) if len(courses) > 1 else 0.0
+
+
+def _geometric(values: Sequence[float]) -> float | None:
+    return plain.geometric_mean(values) if values else None

@@ -1,0 +1,366 @@
+"""Measure your own training step: eager against graphs, in alternating blocks of one process.
+
+    python -m benchmarks.measure --step my_step.py:build
+    python -m benchmarks.measure --step my_step.py:build --quick          issue and busy alone, in half a minute
+    python -m benchmarks.measure --step my_step.py:build --doctor         what stands against a graph, with lines
+    python -m benchmarks.measure --step my_step.py:build --python PATH    the step runs in that interpreter
+    python -m benchmarks.measure --step my_step.py:build --json           the verdict as JSON; all else on stderr
+
+docs/your_step.md shows the file. The last line is a verdict. Exit status: 0 faster, 3 same, 4 unclear, 5 wrong numbers,
+6 cannot be captured, 7 slower, 8 not measured (--quick, or a CPU); 1 where the step itself fails; 2 for a mistake on
+the command line; 130 after Ctrl-C.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from graph_worth.harness import command, run, intervals as statistics
+from graph_worth.harness.ask import Options
+from graph_worth.harness.command import Mistake, amount, count, positive
+from graph_worth.harness.files.facts import Run
+from graph_worth.harness.judge import Judged, Verdict, judged
+from graph_worth.harness.pages.run_table import milliseconds
+from graph_worth.harness.processes import gpus, launch
+from graph_worth.folders import OWN_STEP, ROOT
+from graph_worth.your_step import step_file
+from graph_worth.your_step.config import LEAST_GAIN
+
+MODEL = OWN_STEP
+FASTER, EAGER_FAILED, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 1, 3, 4, 5, 6, 7, 8
+MISTAKE = 2
+STATUS_OF = {"faster": FASTER, "same": SAME, "unclear": UNCLEAR, "slower": SLOWER}
+WHAT = {
+    "graph_step": "capture the whole step",
+    "graph_fwd_bwd": "capture forward and backward, and leave the optimizer eager",
+    "graph_modules": "capture the modules that its row names, forward and backward",
+    "compile": "compile the modules",
+    "graph_compiled": "compile the modules, and capture the whole step",
+    "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
+    "mine": "keep the capture that your file makes",
+    "graph_parameterized": 'compile the modules with backend="parameterized" of this repository',
+}
+VARIANTS = ("eager", *WHAT)
+NAMES = {status: word for word, status in STATUS_OF.items()}
+NAMES |= {WRONG: "wrong numbers", NO_CAPTURE: "cannot be captured", NOT_MEASURED: "not measured"}
+NAMES |= {EAGER_FAILED: "failed"}
+PROG = command.prog_of("measure")
+DOCTOR_LIMIT_S = 300
+# The last cycle is to end after so many seconds; audits, profiles and the last check of parity take some.
+CYCLES_END_S = 101.0
+# On a CPU `compile` runs where it is named, and the others do not.
+COMPILED = ("compile", "graph_compiled", "reduce_overhead")
+# Where --variants names it alone: docs/parameterized.md.
+PARAMETERIZED = "graph_parameterized"
+# A graph of the whole step leaves nothing that a graph of a part would remove.
+WHOLE = ("graph_step", *COMPILED)
+# Measured where the file hands one over.
+MINE = "mine"
+USUAL = [name for name in WHAT if name not in (MINE, PARAMETERIZED)]
+LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
+# In the user's interpreter, which may be old: versions of Python and torch.
+VERSIONS = """
+import json, sys
+try:
+    from importlib.metadata import version
+    torch = version("torch")
+except Exception:
+    torch = ""
+print(json.dumps([list(sys.version_info[:2]), torch]))
+"""
+
+
+def parse(argv=None) -> argparse.Namespace:
+    """Return the command line. Mistakes end the program with one line."""
+    is_doctor = command.IS_INSTALLED and "--doctor" in (argv or [])
+    parser = command.parser_of("doctor" if is_doctor else "measure", "Your own training step, eager against graphs.")
+    parser.set_defaults(prog=parser.prog)
+    add = parser.add_argument
+    add("--step", metavar="FILE.py:BUILD", required=True, help="the file and its function build(device)")
+    add("--python", metavar="PATH", help="interpreter that the step runs in; it needs torch 2.6 or newer (this one)")
+    add("--doctor", action="store_true", help="only say what stands against a graph of it")
+    add("--quick", action="store_true", help="issue and busy of the eager step alone")
+    add("--json", action="store_true", help="print the verdict as JSON, and all else on stderr")
+    add(
+        "--variants",
+        metavar="A,B",
+        help=f"some of {', '.join(WHAT)} (those that can be best)",
+    )
+    add("--cycles", metavar="N", type=run.cycles_asked, help="cycles (8, of which 5 must fit; CPU 3), or auto")
+    add("--minutes", metavar="M", type=amount, help="go on with cycles until then")
+    add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")
+    add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
+    add("--out", metavar="DIR", help="root of the runs (runs)")
+    return parser.parse_args(argv)
+
+
+def named_step(step: str) -> tuple[str, list[str]]:
+    """Return a label for a step, FILE.py:FUNCTION, and the flags of its script."""
+    try:
+        path, function = step_file.split(step)
+        digest = step_file.digest(step)
+    except ValueError as error:
+        raise Mistake(str(error)) from None
+    # From the root of the repository, where workers start, so that a published run names no folder of a machine.
+    own = path.resolve()
+    named = f"{own.relative_to(ROOT) if own.is_relative_to(ROOT) else os.path.abspath(path)}:{function}"
+    label = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in f"{path.stem}-{function}")
+    return label.lstrip("._-")[:48] or "step", ["--step", named, "--step-digest", digest]
+
+
+def request(args: argparse.Namespace, usual: str | None = None) -> Options:
+    """Return the options of the run that measures the step; `usual`: variants where none are named."""
+    label, flags = named_step(args.step)
+    handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}
+    asked = Options(model=MODEL, label=label, flags=flags, variants=args.variants or usual, **handed_on)
+    unknown = [name for name in command.words_of(args.variants or "") if name not in VARIANTS]
+    if unknown:
+        raise Mistake(f"unknown variant {unknown[0]!r}, --variants takes some of {', '.join(VARIANTS)}")
+    if args.quick:
+        asked.variants, asked.cycles, asked.no_control = "eager", 1, True
+    if args.variants:
+        # What was asked for is waited for.
+        flags += ["--compile-limit-s", "0"]
+    return asked
+
+
+# ------------------------------------------------------------------------------------------------
+# The verdict
+
+
+def verdict(measured: Run) -> tuple[int, str]:
+    """Return the exit status and the sentence that a run comes to."""
+    (own,) = judged(measured).values()
+    graphs = [name for name, each in own.build.variants.items() if each.kind in ("graph", "compile")]
+    passed = [name for name in graphs if own.passed(name)]
+    wrong = [name for name in graphs if own.verdicts[name].is_wrong_numbers]
+    eager = own.verdicts.get("eager")
+    if graphs and not passed and eager is not None and eager.status == "failed":
+        return EAGER_FAILED, f"The eager step failed: {eager.reason}."
+    if graphs and not passed:
+        return _none_passed({name: own.verdicts[name] for name in graphs}, wrong)
+    if measured.device == "cpu" or not graphs:
+        return NOT_MEASURED, _not_measured(own, passed, wrong)
+    return _measured(own, passed, wrong)
+
+
+def _none_passed(graphs: dict[str, Verdict], wrong):
+    if wrong:
+        return WRONG, f"Wrong numbers: {wrong[0]} does not train as the eager step does ({graphs[wrong[0]].reason})."
+    if all(own.status == "unsupported" for own in graphs.values()):
+        return NOT_MEASURED, f"Not measured: {next(iter(graphs.values())).reason}."
+    captured = {name: own for name, own in graphs.items() if own.status == "capture_failed"}
+    name, own = next(iter((captured or graphs).items()))
+    return NO_CAPTURE, f"Cannot be captured: {name}: {own.reason}"
+
+
+def _not_measured(own: Judged, passed, wrong) -> str:
+    parts = []
+    if own.run.device == "cpu":
+        parts.append("Not measured: there is no GPU.")
+    ceiling = own.ceiling(own.base) if own.base else None
+    if ceiling is not None:
+        gain = "has little to remove" if ceiling < LEAST_GAIN else f"may gain up to {ceiling:.2f}x"
+        parts.append(f"A graph {gain}: a step takes {milliseconds(own.ms(own.base))} ms,")
+        parts.append(f"the GPU is busy for {milliseconds(own.busy_ms(own.base))} ms.")
+    if passed:
+        parts.append(f"Graphs that train as eager does: {', '.join(passed)}.")
+    if wrong:
+        parts.append(f"Wrong numbers: {', '.join(wrong)}.")
+    return " ".join(parts) or "Not measured."
+
+
+def _measured(own: Judged, passed, wrong) -> tuple[int, str]:
+    ratios = {name: own.ratio_of(name) for name in passed}
+    found = {name: ratio for name, ratio in ratios.items() if ratio is not None and ratio.cycles > 1}
+    if not found:
+        return NOT_MEASURED, "Not measured: fewer than two cycles."
+    name, ratio = max(found.items(), key=lambda item: item[1].low)
+    word = statistics.word(ratio)
+    numbers = f"{ratio.ratio:.3f}x, {ratio.low:.3f} to {ratio.high:.3f}, on this host in these minutes"
+    text = {
+        "faster": f"Faster: {WHAT.get(name, name)} ({name}): {numbers}.",
+        "same": f"Same: leave it eager. The best graph, {name}, changes nothing: {numbers}.",
+        "slower": f"Slower: leave it eager. The best graph, {name}: {numbers}.",
+        "unclear": f"Unclear: {name} at {numbers}. CYCLES=auto (--cycles auto) goes on until the interval is narrow.",
+    }[word]
+    if wrong:
+        text += f" Wrong numbers: {', '.join(wrong)}."
+    return STATUS_OF[word], text
+
+
+def doctor(asked: Options) -> tuple[int, str, dict]:
+    """Print what stands against a graph of the step.
+
+    Returns:
+        The doctor's exit status, its text, and what it found: "whole_is_right" and "has_mine", see
+        `graph_worth.your_step.doctor.Diagnosis`; {} where it has no answer.
+    """
+    launched = launch.parse(asked)
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "findings"
+        step = asked.flags[asked.flags.index("--step") + 1]
+        words = launched.command([str(ROOT / step_file.START), "graph_worth.your_step.doctor", step, str(text)])
+        # Of several ranks each would print its mistake, and torchrun a page about it.
+        errors = subprocess.PIPE if asked.ngpu > 1 else None
+        options: dict = {"stdout": sys.stderr if sys.stdout is sys.stderr else None, "stderr": errors, "text": True}
+        try:
+            done = subprocess.run(words, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, **options)
+        except subprocess.TimeoutExpired:
+            print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
+            return 0, "", {}
+        if done.returncode != MISTAKE:
+            print(flush=True)
+        prog = os.environ[step_file.PROG]
+        mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(prog)]
+        if mistakes:
+            print(mistakes[0], file=sys.stderr)
+            return MISTAKE, "", {}
+        told = text.with_suffix(".json")
+        if not told.is_file():
+            return done.returncode, "", {}
+        found = json.loads(told.read_text())
+        # Of several ranks each returns 0.
+        return done.returncode or found["status"], text.read_text(), found
+
+
+def _usual(args, asked: Options, seen: dict) -> Options:
+    """The request with the variants that are measured where none are named."""
+    has_gpu = bool(gpus.find_gpus().names)
+    is_whole = has_gpu and seen.get("whole_is_right")
+    if is_whole:
+        print(f"The whole step can be captured, so parts of it are left out; --variants={','.join(VARIANTS)} has them.")
+    names = WHOLE if is_whole else [name for name in USUAL if has_gpu or name not in COMPILED]
+    return request(args, ",".join([*names, *([MINE] if seen.get("has_mine") else [])]))
+
+
+def _check_root(asked: Options) -> None:
+    """Make the root of the runs now: the doctor may need minutes before a run would find that it cannot.
+
+    Raises:
+        Mistake: nothing can be written there.
+    """
+    root = Path(asked.out).resolve() if asked.out else command.RUNS
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Mistake(f"--out {asked.out}: {error.strerror}") from None
+    if not os.access(root, os.W_OK | os.X_OK):
+        raise Mistake(f"--out {root}: nothing can be written there")
+
+
+def require_torch(python: str, is_named: bool) -> None:
+    """Ask an interpreter for its versions.
+
+    Raises:
+        Mistake: it does not run, or is too old, or has no torch or one that is too old.
+    """
+    done = subprocess.run([python, "-c", VERSIONS], check=False, capture_output=True, text=True)
+    try:
+        version, torch = json.loads(done.stdout)
+    except ValueError:
+        raise Mistake(f"--python {python}: it does not run as Python does") from None
+    least = "{}.{}".format(*LEAST_TORCH)
+    numbers = re.match(r"(\d+)\.(\d+)", torch)
+    if tuple(version) < LEAST_PYTHON:
+        raise Mistake(f"--python {python} is Python {version[0]}.{version[1]}, this takes 3.11 or newer")
+    if numbers is None:
+        hint = "" if is_named else ": name the interpreter of your training, as in --python .venv/bin/python"
+        raise Mistake(f"--python {python} has no torch{hint}")
+    if tuple(map(int, numbers.groups())) < LEAST_TORCH:
+        raise Mistake(f"--python {python} has torch {torch}, this takes {least} or newer")
+
+
+def _as_json(measured: Run, path: Path, sentence: str) -> dict:
+    """The numbers behind a verdict; times in ms, the eager step's and its busy time's quotient as "at_most"."""
+    (own,) = judged(measured).values()
+    ratios = {name: own.ratio_of(name) for name in own.build.variants if own.passed(name) and name != own.base}
+    return {
+        "text": sentence,
+        "run": str(path),
+        "step_ms": own.ms(own.base),
+        "busy_ms": own.busy_ms(own.base),
+        "at_most": own.ceiling(own.base),
+        "variants": {
+            name: {"ms": own.ms(name), "ratio": found.ratio, "low": found.low, "high": found.high}
+            for name, found in ratios.items()
+            if found is not None
+        },
+    }
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure the step that the command line names, print the verdict as asked, and return the exit status."""
+    if not args.json:
+        return _measure(args, {})
+    told: dict = {}
+    with contextlib.redirect_stdout(sys.stderr):
+        status = _measure(args, told)
+    if status != MISTAKE:
+        words = NAMES | ({0: "nothing stands against a graph"} if args.doctor else {})
+        print(json.dumps({"verdict": words.get(status, "failed"), "status": status, **told}))
+    return status
+
+
+def _measure(args, told: dict) -> int:
+    """The exit status; what --json says beside it goes to `told`."""
+    begin_s = time.monotonic()
+    asked = request(args)
+    os.environ[step_file.PROG] = args.prog
+    if Path.cwd() != ROOT:
+        os.environ[step_file.FOLDER] = os.getcwd()
+    require_torch(launch.parse(asked).python, args.python is not None)
+    is_left_out = args.quick and not args.doctor
+    if not args.doctor:
+        _check_root(asked)
+    found, said, seen = (0, "", {}) if is_left_out else doctor(asked)
+    if args.doctor and found < 0:
+        print(
+            f"{args.prog}: the doctor was ended by {signal.Signals(-found).name}, perhaps out of host memory",
+            file=sys.stderr,
+        )
+        return 1
+    if args.doctor or found == MISTAKE:
+        told["text"] = said
+        return found
+    if found not in (0, WRONG, NO_CAPTURE):
+        ended = f" (ended by {signal.Signals(-found).name})" if found < 0 else ""
+        print(f"The doctor itself failed{ended} and is left out.")
+    if not args.variants and not args.quick:
+        asked = _usual(args, asked, seen)
+    if args.cycles is None and args.minutes is None and not args.host_load:
+        asked.end_s = begin_s + CYCLES_END_S
+    ((measured, path),), _ = run.measured(asked)
+    if path is None:
+        print("The eager step failed, so nothing was timed.")
+        return EAGER_FAILED
+    status, sentence = verdict(measured)
+    (own,) = judged(measured).values()
+    whole = own.verdicts.get("graph_step")
+    # The others may be trusted where the run itself found the graph of the whole step wrong.
+    is_seen = whole is not None and whole.status in ("failed", "numerics_failed")
+    if found == WRONG and status != NO_CAPTURE and not is_seen:
+        status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
+    if not args.quick:
+        print(run.page_line(path, said, sentence))
+    told |= _as_json(measured, path, sentence)
+    print(sentence)
+    return status
+
+
+def main(argv=None) -> int:
+    """Run the program; return its exit status."""
+    args = parse(argv)
+    return command.exit_status(args.prog, lambda: measure(args), run.FAILURES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

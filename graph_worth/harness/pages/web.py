@@ -1,0 +1,83 @@
+"""The page of a run for a browser: one file with style, plots and data inside, that loads nothing.
+
+`web/uplot` is uPlot as npm has it; `npm pack uplot@VERSION` brings another version.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
+
+from graph_worth.harness.judge import Judged
+from graph_worth.harness.pages.run_table import cells_of
+from graph_worth.text import lines, printable
+
+WEB = Path(__file__).parent / "web"
+# Tints of a kind's color, for several variants of a kind.
+NUM_TINTS = 4
+
+
+def page(data: dict, **facts) -> str:
+    """Return the text of the page.
+
+    Args:
+        data: read by report.js as `data`.
+        facts: read by the template.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(WEB), autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    style, script = (
+        Markup("\n".join((WEB / name).read_text() for name in names))
+        for names in (["uplot/uPlot.min.css", "page.css"], ["uplot/uPlot.iife.min.js", "report.js"])
+    )
+    template = environment.get_template("report.html.j2")
+    return template.render(facts, style=style, script=script, data=_as_text(data))
+
+
+def _shown(value):
+    return lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _as_text(value):
+    """Names and messages without commands of a terminal or a browser's text; jinja2's tojson escapes markup."""
+    if isinstance(value, str):
+        return lines(value)
+    if isinstance(value, dict):
+        return {key: _as_text(item) for key, item in value.items()}
+    return [_as_text(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def timed(own: Judged) -> dict[str, str]:
+    """Return the passing variants that have quiet blocks, each with the name of its color in page.css."""
+    names = [name for name in own.build.variants if own.passed(name) and own.blocks(name)]
+    tints: Counter[str] = Counter()
+    colors = {}
+    for name in names:
+        kind = own.build.variants[name].kind
+        colors[name] = "control" if name == own.run.control else f"{kind}{tints[kind] % NUM_TINTS}"
+        tints[kind] += name != own.run.control
+    return colors
+
+
+def blocks(own: Judged) -> dict:
+    """Return the mean step of each block of the timed variants in the order of time, as report.js draws it.
+
+    `cycles` and `busy` have the cycle and the number of busy processes of each place; a line's `x` are places.
+    """
+    colors = timed(own)
+    found = {name: own.build.variants[name].blocks for name in colors}
+    order = sorted(
+        {(block.cycle, block.place): block.busy_processes for each in found.values() for block in each}.items()
+    )
+    places = {where: place for place, (where, _) in enumerate(order)}
+    drawn = []
+    for name, color in colors.items():
+        cells = cells_of(own, name)
+        label = ", ".join(filter(None, [cells["variant"], f"{cells['ms']} ms", cells["ratio"]]))
+        points = sorted((places[block.cycle, block.place], float(f"{block.mean_ms:.5g}")) for block in found[name])
+        xs, ys = ([*each] for each in zip(*points, strict=True))
+        drawn.append({"name": printable(name), "label": label, "color": color, "x": xs, "y": ys})
+    return {"lines": drawn, "cycles": [cycle for (cycle, _), _ in order], "busy": [number for _, number in order]}

@@ -1,0 +1,154 @@
+"""One page about a run, for a browser: its verdict, why, blocks over time, and a step before and after.
+
+    python -m benchmarks.report runs/h200x1/gpt3-bench/ID.json         writes ID.html beside it
+    python -m benchmarks.report RUN.json --out page.html
+
+The page is one file without a link to anything, readable on a phone, light and dark.
+"""
+
+import sys
+from pathlib import Path
+
+from graph_worth.harness import command, intervals as statistics
+from graph_worth.harness.files import run_file
+from graph_worth.harness.files.facts import Run
+from graph_worth.harness.judge import Judged, judged
+from graph_worth.harness.pages import web
+from graph_worth.harness.pages.run_table import build_title, cells_of, milliseconds, on_a_cpu, rates
+from graph_worth.files import write_text
+
+WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}
+
+
+def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
+    """Return the page of a run, with the doctor's findings, and a verdict in the place of that of the run's numbers."""
+    gpus = sorted({gpu.name for gpu in run.host.gpus})
+    builds = judged(run)
+    data = [{"blocks": web.blocks(own), "timelines": _timelines(own)} for own in builds.values()]
+    return web.page(
+        {"builds": data},
+        run=run,
+        machine=f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.cores or '?'} cores",
+        findings=findings,
+        verdict=verdict or (on_a_cpu(builds.values()) if run.device == "cpu" else ""),
+        builds=[_build(name, own) for name, own in builds.items()],
+    )
+
+
+def _build(name: str, own: Judged) -> dict:
+    rows = [_row(own, each) for each in web.timed(own)]
+    best = max((row for row in rows if row["is_graph"]), key=lambda row: row["low"], default=None)
+    return {
+        "title": build_title(name, own.build.fields),
+        "verdict": _verdict(own, best),
+        "rows": rows,
+        "has_memory": any(row["cells"]["GiB"] for row in rows),
+        "faults": [(each, verdict) for each, verdict in own.verdicts.items() if verdict.reason],
+        "why": _why(own, best["name"] if best else ""),
+        "rates": rates(own),
+    }
+
+
+def _row(own: Judged, name: str) -> dict:
+    """A variant that passed, as a row of the table. Times and ratios are of quiet cycles."""
+    variant, is_control, ratio = own.build.variants[name], name == own.run.control, own.ratio_of(name)
+    return {
+        "name": name,
+        "cells": cells_of(own, name),
+        "kind": "control" if is_control else variant.kind,
+        "is_graph": ratio is not None and not is_control and variant.kind != "eager",
+        "help": variant.help,
+        "typical": milliseconds(own.typical_ms(name)),
+        "low": ratio.low if ratio else 0.0,
+        "word": statistics.word(ratio) if ratio and ratio.cycles > 1 else "",
+    }
+
+
+def _verdict(own: Judged, best: dict | None) -> str:
+    if best is None:
+        return "No graph has a time."
+    name, cells = best["name"], best["cells"]
+    said = f"Whether {name} is faster than {own.base} is unclear"
+    if best["word"] in WORDS:
+        said = f"{name} {WORDS[best['word']]} {own.base}"
+    numbers = ", ".join(filter(None, [cells["ratio"], cells["95 %"]]))
+    return f"{said}: {numbers}, on this host in these minutes."
+
+
+def _why(own: Judged, best: str) -> dict | None:
+    """The base's step with its busy and its idle part, and the step of the best graph, as bars."""
+    if own.run.device != "cuda" or not own.base:
+        return None
+    busy_ms, base_ms, issue_ms = own.busy_ms(own.base), own.ms(own.base), own.issue_ms(own.base)
+    ceiling, share, ms = own.ceiling(own.base), own.reached(best) if best else None, own.ms(best) if best else None
+    if not busy_ms or not base_ms or not ceiling:
+        return None
+    idle = max(0.0, 1 - busy_ms / base_ms)
+    text = f"A step of {own.base} takes {milliseconds(base_ms)} ms and keeps the GPU busy for {milliseconds(busy_ms)}. "
+    text += f"A graph can gain {ceiling:.2f}x at most"
+    text += f"; {best} reached {100 * share:.1f} % of that." if share else "."
+    widest = max(base_ms, busy_ms, ms or 0.0)
+    bars = [
+        {
+            "kind": "eager",
+            "text": f"{own.base}, {milliseconds(base_ms)} ms: the GPU is idle for {100 * idle:.0f} % of it",
+            "width": 100 * base_ms / widest,
+            "busy": 100 * min(1.0, busy_ms / base_ms),
+        }
+    ]
+    if best and ms:
+        kind = own.build.variants[best].kind
+        bars.append({"kind": kind, "text": f"{best}, {milliseconds(ms)} ms", "width": 100 * ms / widest, "busy": 100})
+    issue = f"This host issues the step in {milliseconds(issue_ms)} ms. A slower host takes longer, a graph does not."
+    return {"bars": bars, "text": text, "issue": issue if issue_ms else ""}
+
+
+def _timelines(own: Judged) -> list[dict]:
+    """Busy intervals in ms of one profiled step of each variant, as report.js draws them."""
+    found = []
+    for name, color in web.timed(own).items():
+        profile, busy_ms, ms = own.build.variants[name].profile, own.busy_ms(name), own.ms(name)
+        spans = [each for each in profile.timeline_us if len(each) == 2 and 0 <= each[0] <= each[1]]
+        if name == own.run.control or not profile.timeline_step_us or not spans:
+            continue
+        length_ms = profile.timeline_step_us / 1e3
+        text = f"{name}: {milliseconds(ms)} ms"
+        if busy_ms and ms:
+            text += f", the GPU is idle for {100 * max(0.0, 1 - busy_ms / ms):.0f} % of it"
+        text += f" ({milliseconds(length_ms)} ms under the profiler, as drawn)"
+        in_ms = [[round(end / 1e3, 4) for end in span] for span in spans]
+        found.append({"name": name, "text": text, "color": color, "length": length_ms, "spans": in_ms})
+    return found
+
+
+def write(path: Path, out: Path | None = None, findings: str = "", verdict: str = "") -> Path:
+    """Write the page of a run file, beside it unless told, and return its path.
+
+    Raises:
+        Mistake: the file is no run.
+    """
+    try:
+        page = page_of(run_file.read(path), findings, verdict)
+    except run_file.Damaged as error:
+        raise command.Mistake(str(error)) from None
+    target = out or path.with_suffix(".html")
+    write_text(target, page)
+    return target
+
+
+def main(argv=None) -> int:
+    """Run the program; return its exit status."""
+    parser = command.parser_of("report", "One page about a run, for a browser.")
+    parser.add_argument("run", metavar="RUN.json", type=Path, help="a run file")
+    parser.add_argument("--out", metavar="PAGE.html", type=Path, help="the page (beside the run file)")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+        print(command.shown(write(args.run, args.out).absolute()))
+        return 0
+
+    return command.exit_status(parser.prog, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""Measure what CUDA graphs are worth for a model: eager and graphed variants in alternating blocks of one process.
+
+    python -m benchmarks.run --model gpt3
+    python -m benchmarks.run --model gpt3 --variants all --host-load 16
+    python -m benchmarks.run --model all --cycles auto --minutes 5
+    python -m benchmarks.run --model gpt3 -- --layers 4
+
+A run takes about three minutes on a GPU. It checks that all variants train alike (parity), captures them, measures
+cycles of blocks, base first and last, profiles each variant, and checks parity once more on the graphs that were timed.
+Facts are on disk as they come; after a kill the same command goes on. At the end stands one file, which never changes,
+and beside it a page about the run for a browser, whose path is printed last.
+
+Exit status: 0 when every variant passed, ran out of memory or is unsupported here and something was timed; 1
+otherwise; 2 for a mistake on the command line; 130 after Ctrl-C.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from graph_worth.harness import ask, command, judge
+from graph_worth.harness.ask import Options
+from graph_worth.harness.command import Mistake, amount, count, positive, shown
+from graph_worth.harness.files import partial, run_file
+from graph_worth.harness.files.facts import Run
+from graph_worth.harness.files.partial import Partial
+from graph_worth.harness.builds.build_measurement import BuildMeasurement
+from graph_worth.harness.builds.build_worker import OutOfVariants, StartFailed
+from graph_worth.harness.builds.request import Settings
+from graph_worth.harness.pages import run_table
+from graph_worth.harness.processes import launch, locks
+from graph_worth.harness.processes.worker_process import WorkerEnded
+from graph_worth.harness.report import write as write_page
+from graph_worth.harness.script import CONTROL, find_model, models
+from graph_worth.config import checked
+from graph_worth.files import write_text
+from graph_worth.folders import OWN_STEP
+
+ALL = "all"
+FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy, StartFailed)
+CYCLES = {"tiny": 3, "other": 8}
+BLOCK_S = {"tiny": 0.1, "other": 1.0}
+# A step of somebody's own gets its verdict within two minutes (graph_worth/harness/measure.py).
+OWN_BLOCK_S = 0.5
+SOURCE = {"commit": "git_sha", "tree": "git_tree", "hash": "source_hash"}
+
+cycles_asked = checked(
+    lambda text: text if text == "auto" else int(text),
+    lambda number: number == "auto" or 1 <= number <= 1000,
+    "a number of cycles from 1 to 1000, or auto",
+)
+_label = checked(
+    str,
+    lambda text: re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,47}", text),
+    "a word of letters, digits, '.', '_' and '-', at most 48",
+)
+
+
+def parse(argv=None) -> Options:
+    """Return the command line. Mistakes end the program with one line."""
+    own, flags = command.split_flags(argv)
+    parser = command.parser_of(
+        "run",
+        "Eager against graphed training steps, in alternating blocks of one process.",
+        f"See python -m MODEL.train --help for the flags of a script. {command.TO_SCRIPT}",
+    )
+    add = parser.add_argument
+    known = f"one of {', '.join(models())}, some with commas, or all"
+    add("--model", metavar="NAME", required=True, help=known)
+    add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
+    add("--variants", metavar="A,B", help="the headline variants unless told; all, or some names")
+    add("--no-control", action="store_true", help="without the base once more as if it were a variant")
+    add("--no-audit", action="store_true", help="without blocks that eager repeats in a process of its own")
+    add("--cycles", metavar="N", type=cycles_asked, help="cycles (8; tiny: 3), or auto: until +-0.5 %%, at least 8")
+    add("--minutes", metavar="M", type=amount, help="go on with cycles until then; with auto: no longer (10)")
+    add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
+    add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
+    add("--out", metavar="DIR", help="root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)")
+    add("--label", metavar="WORD", type=_label, help="ends the folder's name (made of flags after --)")
+    add("--share-memory", action="store_true", help="eager steps in the graphs' memory, as where both do not fit")
+    add("--limit-s", metavar="S", type=amount, default=600.0, help="a worker that is silent for so long hangs (600)")
+    launch.add_arguments(parser)
+    args, unknown = parser.parse_known_args(own)
+    if unknown:
+        hint = f": flags of the training script come after --, as in -- {' '.join(unknown[:2])}"
+        parser.error(f"unknown argument {unknown[0]!r}{hint if unknown[0].startswith('--') else ''}")
+    return Options(**vars(args), flags=flags)
+
+
+# ------------------------------------------------------------------------------------------------
+# One model
+
+
+def open_run(asked: ask.Ask, args: Options) -> Partial:
+    """Return the run that was begun with the same request, machine and source, else a new one."""
+    header, own = _header(asked, args), ("id", "begin_utc")
+    for path in partial.find(asked.group):
+        with contextlib.suppress(partial.Busy):
+            found = Partial(path)
+            if found.facts and all(found.facts[0].get(key) == header[key] for key in header if key not in own):
+                _require_sound(found)
+                print(f"goes on with {shown(path)}, cycles so far: {len(found.of('cycle'))}")
+                return found
+            found.close()
+    made = Partial(asked.group / f"{header['id']}{partial.SUFFIX}")
+    made.add("header", **header)
+    return made
+
+
+def _require_sound(begun: Partial) -> None:
+    try:
+        partial.folded(begun.facts)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Mistake(f"{shown(begun.path)} is damaged ({said}): move it away to begin anew") from None
+
+
+def _header(asked, args) -> dict:
+    env = asked.host["env"]
+    boot = re.sub("[^0-9a-f]", "", (env["boot_id"] or "").lower())[:6].ljust(6, "0")
+    return {
+        "schema": run_file.SCHEMA,
+        "id": f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{boot}{secrets.token_hex(1)}",
+        **{key: getattr(asked, key) for key in ("model", "preset", "label", "flags", "ranks")},
+        "source": {key: env[name] for key, name in SOURCE.items()} | {"clean": env["git_dirty"] is False},
+        "begin_utc": partial.utc(),
+        "control": "" if args.no_control else CONTROL,
+        "parity": "blocks" if args.is_census else "courses",
+        "request": {
+            "gpus": list(asked.gpus.uuids[: args.ngpu]),
+            **{key: getattr(args, key) for key in ("host_load", "share_memory")},
+        },
+        "host": {"boot": env["boot_id"], "cpu": env["cpu"], "gpus": [], "versions": {"torch": env["torch"]}},
+        "builds": {
+            build.name: {key: getattr(build, key) for key in ("fields", "variants", "asked_layers")}
+            for build in asked.builds
+        },
+    }
+
+
+def settings_of(args: Options, preset: str) -> Settings:
+    """Return how long to measure a preset."""
+    size = "tiny" if preset.startswith("tiny") else "other"
+    is_own = args.model == OWN_STEP
+    return Settings(
+        cycles=args.cycles or CYCLES[size],
+        block_s=OWN_BLOCK_S if is_own and size != "tiny" else BLOCK_S[size],
+        most_blocks_s=1.0 if is_own else 4.0,
+        compiles_once=is_own,
+        is_census=args.is_census,
+        end_s=args.end_s,
+        control="" if args.no_control else CONTROL,
+        audits=not args.no_audit,
+        **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "share_memory")},
+    )
+
+
+def measure_run(asked: ask.Ask, args: Options, facts: Partial, log: Path) -> None:
+    """Measure all builds of a model. A variant that cannot run is a fact, not an exception.
+
+    Raises:
+        StartFailed: a worker of a build that ran before, or one that was killed, does not start, and there are cycles.
+    """
+    settings = settings_of(args, asked.preset)
+    for build in asked.builds:
+        if len(asked.builds) > 1:
+            names = ", ".join(name for name in build.variants if name != CONTROL)
+            _say(f"{run_table.build_title(build.name, build.fields) or 'the preset as it is'}: {names}")
+        measurement = BuildMeasurement(build, settings, facts, log, _say)
+        try:
+            measurement.measure()
+        except OutOfVariants as end:
+            measurement.leave_out_rest(measurement.kind_of_eagers(), str(end))
+        except WorkerEnded as end:
+            is_of_host = facts.of("worker", build=build.name) or end.signal == signal.SIGKILL
+            if is_of_host and facts.of("cycle"):
+                raise StartFailed(
+                    f"{end}; {shown(facts.path)} stays, and the same command goes on from there"
+                ) from None
+            measurement.leave_out_rest(*(("unsupported", end.reason) if end.is_refusal else (end.kind, str(end))))
+    facts.add("end", end_utc=partial.utc())
+
+
+def _say(text):
+    print(text, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# The command
+
+
+def chosen_models(text: str) -> list[str]:
+    """Return names of models between commas, or all."""
+    names = models() if text == ALL else list(dict.fromkeys(map(find_model, command.words_of(text))))
+    if not names:
+        raise Mistake(f"--model takes one of {', '.join(models())}, or all")
+    return names
+
+
+def measured(args: Options) -> tuple[list[tuple[Run, Path | None]], bool]:
+    """Measure every model that the command line names.
+
+    Returns:
+        The run of each, and its file, None where nothing could be timed; and whether one of several was refused.
+    """
+    names, machine = chosen_models(args.model), launch.machine(args)
+    asks, refused = [], []
+    for name in names:
+        try:
+            asks.append(ask.ask_of(args, name, machine))
+        except Mistake as mistake:
+            if len(names) == 1:
+                raise
+            refused.append(f"{name}: {mistake}")
+            print(f"refused: {refused[-1]}")
+    if not asks:
+        raise Mistake("no model is left to measure")
+    uuids = [] if args.nnodes > 1 else list(asks[0].gpus.uuids[: args.ngpu])
+    with locks.gpu_locks(uuids, ",".join(each.name for each in asks)) as others:
+        for text in others:
+            print(f"beside   {text}")
+        suite = Suite(asks, args)
+        done = [suite.measured(asked) or suite.note(asked, _measure_one(asked, args)) for asked in asks]
+        suite.end()
+        return done, bool(refused)
+
+
+def measure(args: Options) -> int:
+    """Measure every model that the command line names; return the exit status."""
+    done, is_refused = measured(args)
+    runs = [run for run, path in done if path is not None]
+    if len(done) > 1 and runs:
+        print(run_table.suite(runs))
+    # Of all models some may be refused: not every machine has a GPU for each.
+    bad = (is_refused and args.model != ALL) or len(runs) < len(done)
+    return 1 if bad or not all(map(judge.is_sound, runs)) else 0
+
+
+def _measure_one(asked, args) -> tuple[Run, Path | None]:
+    """Measure and seal one model's run; where nothing could be timed there is no file."""
+    start, gpus = time.monotonic(), asked.gpus
+    where = f"{gpus.names[0]} x{asked.ranks}" if gpus.names else f"CPU ({os.cpu_count()} cores)"
+    is_own, torch = asked.model == OWN_STEP, asked.host["env"]["torch"]
+    # A step of somebody's own may run in an interpreter with another torch.
+    words = [] if is_own else [f"torch {torch}", " ".join(asked.flags)]
+    _say("  ".join(filter(None, [asked.name, where, *words])))
+    facts = open_run(asked, args)
+    log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
+    measure_run(asked, args, facts, log)
+    if not facts.of("cycle"):
+        run = partial.folded(facts.facts)
+        facts.close()
+        facts.path.unlink()
+        printed = f"; what the script printed is in {shown(log)}" if log.is_file() and log.stat().st_size else ""
+        _say(f"\n{run_table.report(run)}\nnothing was timed{printed}\n")
+        return run, None
+    path = partial.seal(facts)
+    run = run_file.read(path)
+    took = f"({time.monotonic() - start:.0f} s)"
+    _say(f"\n{run_table.report(run)}\n{shown(path)}  {took}")
+    # Of a user's own step benchmarks.measure writes the page, with its verdict.
+    if asked.model != OWN_STEP:
+        _say(page_line(path))
+    _say("")
+    return run, path
+
+
+def page_line(path: Path, findings: str = "", verdict: str = "") -> str:
+    """Write the page about a run beside its file; return the page's path, or why there is none, as a line."""
+    try:
+        return str(shown(write_page(path, findings=findings, verdict=verdict)))
+    except OSError as error:
+        return f"no page about the run: {error.strerror}"
+
+
+class Suite:
+    """The sealed runs of a command for several models, noted on disk: after a stop the same command goes on."""
+
+    def __init__(self, asks: list[ask.Ask], args: Options):
+        env = asks[0].host["env"]
+        request = {key: str(value) for key, value in sorted(vars(args).items())}
+        request |= {"boot": env["boot_id"], "source": env["source_hash"]}
+        digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
+        self._path = asks[0].root / f".suite-{digest}.json" if len(asks) > 1 else None
+        self._files: dict[str, str] = {}
+        if self._path:
+            with contextlib.suppress(ValueError, OSError):
+                self._files = dict(json.loads(self._path.read_text()))
+
+    def measured(self, asked: ask.Ask) -> tuple[Run, Path] | None:
+        """Return the run of a model that was sealed before the command was stopped, and its file."""
+        path = Path(self._files.get(asked.name, ""))
+        if not path.is_file():
+            return None
+        run = run_file.read(path)
+        _say(f"{asked.name}  was measured before: {shown(path)}\n\n{run_table.report(run)}\n")
+        return run, path
+
+    def note(self, asked: ask.Ask, done: tuple[Run, Path | None]) -> tuple[Run, Path | None]:
+        """Note the run of a model, and return it."""
+        if self._path and done[1]:
+            self._files[asked.name] = str(done[1])
+            write_text(self._path, json.dumps(self._files))
+        return done
+
+    def end(self) -> None:
+        """Forget all: the next call measures anew."""
+        if self._path:
+            self._path.unlink(missing_ok=True)
+
+
+def main(argv=None) -> int:
+    """Run the program; return its exit status."""
+    args = parse(argv)
+    return command.exit_status("python -m benchmarks.run", lambda: measure(args), FAILURES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

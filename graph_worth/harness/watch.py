@@ -1,0 +1,155 @@
+"""Watch the training steps of any script, unchanged: what could a graph gain, and what stands against it?
+
+    python -m benchmarks.watch -- python train.py --epochs 3
+    python -m benchmarks.watch -- torchrun --nproc-per-node 2 train.py
+    python -m benchmarks.watch --json -- python train.py          what was seen as JSON; all else on stderr
+
+Steps are the calls of a torch.optim optimizer's step(); after ten, twenty are looked at. What was seen follows the
+script's own output, on stderr. Exit status: the script's, 128 + n where signal n ended it; 2 for a mistake on the
+command line.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from graph_worth.harness import command
+from graph_worth.folders import ROOT
+from graph_worth.text import printable
+from graph_worth.your_step.config import LEAST_GAIN
+
+HOOK = ROOT / "graph_worth/your_step/hook"
+# The environment variable that the hook reads.
+FOLDER = "GRAPH_WORTH_WATCH"
+NEEDED = 30
+# Of what a process has told, see ScriptWatch of graph_worth/your_step/script_watch.py.
+KEPT = ("steps", "optimizer", "num_calls", "step_ms", "busy_ms", "graph_share", "shapes", "error")
+NOT_SEEN = {
+    "": "no Python process has loaded the watch, which -I, -E and -S of Python pass over, and Python before 3.11",
+    "python": "the script has imported no torch",
+    "torch": "no optimizer of torch.optim has made a step",
+}
+
+
+def run(words: list[str], folder: Path, stdout=None) -> int:
+    """Run a command with the hook; return its exit status, 128 + n where signal n ended it.
+
+    stdout: a file in the place of this program's.
+
+    Raises:
+        Mistake: it cannot be started.
+    """
+    paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        process = subprocess.Popen(words, env=environment, stdout=stdout)
+    except OSError as error:
+        raise command.Mistake(f"{words[0]}: {error.strerror}") from None
+    # The terminal sends Ctrl-C to the script, too.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    status = process.wait()
+    return status if status >= 0 else 128 - status
+
+
+def seen_by(folder: Path) -> tuple[int, dict]:
+    """Return (processes that made steps, what one of them has told), {} without any.
+
+    Of several processes the first rank, and the one that came farthest.
+    """
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("steps-*.json"))]
+    return len(found), min(found, key=lambda each: (each["rank"], -each["steps"]), default={})
+
+
+def text_of(folder: Path) -> str:
+    """Return what the processes of the script have told, in lines."""
+    number, told = seen_by(folder)
+    if not told:
+        reached = [name for name in ("torch", "python") if (folder / name).exists()]
+        return f"nothing was seen: {NOT_SEEN[(reached or [''])[0]]}"
+    lines = [f"{number} processes made steps; this is process {told['pid']}"] if number > 1 else []
+    if "error" in told:
+        lines.append(f"the watch has ended early: {told['error']}")
+    if "step_ms" not in told:
+        return "\n".join([*lines, f"fewer than {NEEDED} steps were made: ten, then twenty that are looked at"])
+    lines += [f"a step is a call of step() of {told['optimizer']}", *_calls(told), _pace(told)]
+    return "\n".join([*lines, *_reads(told), *_shapes(told)])
+
+
+def _calls(told):
+    for name, number in told["num_calls"].items():
+        yield f"  in it are {number:g} calls of {name}"
+
+
+def _pace(told) -> str:
+    step_ms, busy_ms = told["step_ms"], told.get("busy_ms")
+    text = f"step {step_ms:.4g} ms"
+    if not told["on_gpu"]:
+        return f"{text}; the busy time, and with it the most that a graph can gain, needs a GPU"
+    if not busy_ms:
+        return f"{text}; the GPU's busy time was not seen"
+    text += f", the GPU is busy for {busy_ms:.4g} ms of it: "
+    ceiling = step_ms / busy_ms
+    text += f"a graph can gain {ceiling:.2f}x at most" if ceiling >= LEAST_GAIN else "a graph has little to remove"
+    share = told.get("graph_share") or 0.0
+    return text + (f"; graphs launch {100 * share:.0f} % of its kernels already" if share > 0 else "")
+
+
+def _reads(told):
+    if "reads" not in told:
+        return [] if "error" in told else [f"reads on the host were not looked at in fewer than {NEEDED} steps"]
+    if not told["reads"]:
+        return ["reads on the host: none"]
+    lines = [f"  {line}: {name}, {number:g} in a step" for line, name, number in told["reads"]]
+    return ["reads on the host, which no graph can hold:", *lines]
+
+
+def _shapes(told):
+    for name, shapes in told.get("shapes", {}).items():
+        if len(shapes) > 1:
+            kinds = "; ".join(" ".join(str(list(shape)) for shape in own) for own in shapes)
+            yield f"the inputs of {name} change their shapes, each of which needs a graph: {kinds}"
+
+
+def as_json(folder: Path, status: int, text: str) -> dict:
+    """Return what was seen for programs: times in ms, "at_most" their quotient; what was not seen is missing."""
+    number, told = seen_by(folder)
+    found = {"status": status, "text": text, "processes": number}
+    found |= {name: told[name] for name in KEPT if name in told}
+    if told.get("busy_ms"):
+        found["at_most"] = told["step_ms"] / told["busy_ms"]
+    names = ("line", "call", "in_a_step")
+    return found | {"reads": [dict(zip(names, each, strict=True)) for each in told.get("reads", [])]}
+
+
+def main(argv=None) -> int:
+    """Run the program; return its exit status."""
+    own, words = command.split_flags(argv)
+    parser = command.parser_of("watch", "What could a graph gain in a script?", "The script's command follows --.")
+    parser.add_argument("--json", action="store_true", help="print what was seen as JSON, and all else on stderr")
+    args = parser.parse_args(own)
+    if not words:
+        parser.error("takes a command behind --, as in -- python train.py")
+
+    def work() -> int:
+        with tempfile.TemporaryDirectory() as name:
+            status = run(words, Path(name), sys.__stderr__ if args.json else None)
+            lines = text_of(Path(name)).splitlines()
+            if status > 128 and status - 128 in set(signal.Signals):
+                lines.insert(0, f"the script was ended by {signal.Signals(status - 128).name}")
+            lines = list(map(printable, lines))
+            print("\n".join(["", *lines]), file=sys.stderr)
+            if args.json:
+                print(json.dumps(as_json(Path(name), status, "\n".join(lines))))
+        return status
+
+    return command.exit_status(parser.prog, work, stopped="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The variant of every model that launches compiled regions on the memory of their callers."""
+
+import torch
+
+from graph_worth.capture.graph_error import CaptureError
+from graph_worth.compiled import Compiled
+from graph_worth.measuring import coverage
+from graph_worth.made_variant import Capture
+
+# Of one function: each shape has a graph, and those of variants made earlier count, too. torch's default is 8.
+_MOST_GRAPHS = 64
+
+
+class Parameterized(Compiled):
+    """torch.compile(backend="parameterized") of some functions of the model, called by the eager step.
+
+    The operators are eager's. No region has a pool or a static input. `capture.report` has a row for each region, the
+    share of forward and backward that they cover, and what new addresses cost.
+
+    Args:
+        state: of the run.
+        step: step(state, index), the eager step.
+        functions: (object, attribute) of each function that is replaced.
+        what: the functions in words, for the strategy.
+        capture: the variant's.
+        summed: parameters of each layer whose hooks add gradients to main_grad (graph_worth/capture/parameterized/sums.py).
+            The step uses each once in a backward pass, which is loss.backward().
+
+    Raises:
+        CaptureError: every region was refused; the message has the reasons.
+    """
+
+    # Each function must be one graph of the compiler; else each of its graphs is a region.
+    fullgraph = True
+
+    def __init__(self, state, step, functions, what: str, summed=(), *, capture: Capture):
+        # Imports the compiler, which takes seconds.
+        from graph_worth.capture.parameterized import backend
+
+        self.regions = backend.Regions()
+        self._summed = list(summed)
+        self.replace(state, step, functions, capture, backend="parameterized", dynamic=False, fullgraph=self.fullgraph)
+        self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
+        self.enter()
+        try:
+            with (
+                self.capture.timed("capture_s"),
+                backend.collecting(self.regions),
+                torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS),
+            ):
+                self.compile_steps()
+            if not self.regions.graphs:
+                reasons = sorted({region.reason for region in self.regions.all}) or ["the compiler made no graph"]
+                raise CaptureError(f"no region of {what} can be launched on other memory: {'; '.join(reasons)}")
+            self.capture.pools.append(self.regions)
+            self.count_replays()
+            counted = coverage.measure(self.step, self.regions.graphs, state.device.type == "cuda")
+            counted |= coverage.patching(self.step, self.regions.graphs)
+            rows = [region.row() for region in self.regions.all]
+            # Memory of the GPU that the driver takes for graphs, beside torch's.
+            driver_bytes = sum(row.get("driver_bytes", 0) for row in rows)
+            self.capture.report = {**counted, "driver_bytes": driver_bytes, "regions": rows}
+        finally:
+            self.leave()
+
+    def step(self, index: int):
+        """Train on batch `index`."""
+        self._step(self.state, index)
+
+    def enter(self):
+        """Put the compiled functions in the place of the model's."""
+        from graph_worth.capture.parameterized import sums
+
+        super().enter()
+        sums.enter(self._summed)
+
+    def leave(self):
+        """Put the model's own functions back."""
+        from graph_worth.capture.parameterized import sums
+
+        sums.leave(self._summed)
+        super().leave()

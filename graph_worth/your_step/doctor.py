@@ -1,0 +1,298 @@
+"""Find the obstacles to a CUDA graph of a training step: `make doctor STEP=my_step.py:build`.
+
+The step runs a few times eagerly, under watch, and then in a graph. Each finding has the line of the user's code, the
+evidence, and what to do. On a CPU the graph is a host graph, which refuses what a CUDA capture refuses.
+
+    python -m graph_worth.your_step.doctor my_step.py:build
+
+Exit status: 0 where nothing stands against a graph, 5 where it would train wrongly, 6 where it cannot be captured;
+2 for a file that cannot be used.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from graph_worth.config import mistakes_in_one_line
+from graph_worth.files import write_text
+from graph_worth.machine.memory import explain_oom
+from graph_worth.measuring import parity, torch_settings
+from graph_worth.measuring.module_parts import shown
+from graph_worth.text import lines
+from graph_worth.parallel import collectives
+from graph_worth.made_variant import Capture, complete_variant
+from graph_worth.your_step import rank_decisions as ranks, step_file, user_file
+from graph_worth.your_step.eager import EagerSteps
+from graph_worth.your_step.findings import NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
+from graph_worth.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
+from graph_worth.your_step.modules import GraphedModules
+from graph_worth.your_step.parts import has_several_ranks
+from graph_worth.your_step.state import StepState
+from graph_worth.your_step.trial import Outcome, Trial, course_of
+from graph_worth.your_step.uninitialised import Filled
+
+# Steps of a diagnosis, roughly.
+NUM_STEPS_IN_ALL = 80
+# Of a capture that trains otherwise: the batch that it may have kept, and how many eager steps its maker made first.
+MOST_BATCHES_TRIED, MOST_STEPS_BEFORE_CAPTURE = 8, 12
+# Of these a note remains where the whole step of a user trains as eager does.
+_HARMLESS = ("not handed over", "thread")
+_OF_OPTIMIZER = ("optimizer", "loss scaler", "learning rate")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph to try.
+
+    Attributes:
+        make: make(state) captures it.
+        outside: kinds of findings that concern what it leaves eager.
+    """
+
+    title: str
+    make: Callable
+    outside: tuple[str, ...] = ()
+
+
+def making(kind):
+    """Return make(state) of a class of captures, which is called with (state, capture)."""
+
+    def make(state):
+        capture = Capture(strategy="", state=state, device=state.device)
+        return complete_variant(kind(state, capture), capture)
+
+    return make
+
+
+WHOLE = Graph("graph of the whole step", making(GraphedStep))
+UP_TO_OPTIMIZER = Graph("graph up to the optimizer", making(GraphedForwardBackward), _OF_OPTIMIZER)
+# What stands against one of the whole step lies in no module that it captures.
+MODULES = Graph("graphs of modules", making(GraphedModules), tuple(REMEDIES))
+# What stands against our captures need not stand against the user's own.
+MINE = Graph("your capture", making(Mine), tuple(REMEDIES))
+
+
+@dataclass
+class Diagnosis:
+    """The findings, and how the graphs went.
+
+    Attributes:
+        outcomes: title of each graph -> its result in one line.
+        whole_is_right: a graph of the whole step trains as eager does.
+        has_mine: the file hands over a capture of its own.
+        names: path of a module -> name to print, where it is another one.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    outcomes: dict[str, str] = field(default_factory=dict)
+    whole_is_right: bool = False
+    has_mine: bool = False
+    names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> int:
+        """Exit status: 6 where the step cannot be captured, 5 where a graph would train wrongly, else 0."""
+        levels = {finding.level for finding in self.findings}
+        return 6 if STOPS in levels else 5 if WRONG in levels else 0
+
+    def text(self) -> str:
+        """Return the diagnosis as it is printed."""
+        stands = any(finding.level != NOTE for finding in self.findings)
+        lines = [] if stands else ["Nothing stands against a graph."]
+        lines += [each.text(self.names) for each in self.findings]
+        lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
+        return "\n".join(lines)
+
+
+def diagnose(text: str, device: torch.device) -> Diagnosis:
+    """Look at the step that FILE.py:FUNCTION names.
+
+    Raises:
+        ValueError: the file cannot be used, or its step fails eagerly.
+    """
+    if device.type == "cuda":
+        # cuBLAS is deterministic with it alone.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with Filled(0.0):
+        state = StepState(text, device, "the doctor")
+    seconds = NUM_STEPS_IN_ALL * state.step_s
+    if seconds > 60 and os.environ.get("RANK", "0") == "0":
+        takes = f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}"
+        print(f"{takes}: about {seconds:.0f} s", flush=True)
+    found = _without_mine(state)
+    if state.make_mine is not None:
+        own = of_mine(state)
+        found.has_mine, found.outcomes[MINE.title] = True, own.text
+        found.findings = ordered([*found.findings, *([own.finding] if own.finding else [])])
+    return found
+
+
+def _without_mine(state) -> Diagnosis:
+    with _one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
+        eager = EagerSteps(state)
+        found = Diagnosis(findings=list(eager.findings()), names=shown(state.modules))
+        if has_several_ranks():
+            found.findings = ranks.merged(found.findings) + ranks.parting(state, eager.first)
+        is_known = any(finding.level == WRONG for finding in found.findings)
+        trial = Trial(state, ranks.first(is_known or bool(eager.host_values())))
+        outcomes = _tried(trial, found.findings, WHOLE, UP_TO_OPTIMIZER)
+        failed = [outcome.finding for outcome in outcomes if outcome.finding]
+        found.outcomes = {WHOLE.title: outcomes[0].text, UP_TO_OPTIMIZER.title: outcomes[1].text}
+        is_stopped = any(finding.level == STOPS for finding in [*found.findings, *failed[:1]])
+        # A GPU may be spoiled by a capture that failed.
+        is_spoiled = bool(failed) and state.device.type == "cuda"
+        if is_stopped and not is_spoiled and not has_several_ranks():
+            (parts,) = _tried(trial, found.findings, MODULES)
+            found.outcomes[MODULES.title] = f"{parts.text}: {parts.captured}" if parts.is_equal else parts.text
+    levels = {finding.level for finding in found.findings}
+    found.whole_is_right = outcomes[0].is_equal
+    if found.whole_is_right:
+        # Its numbers are eager's: what changes on the host does not matter.
+        found.findings = [
+            replace(each, level=NOTE) if each.level == WRONG and each.kind in _HARMLESS else each
+            for each in found.findings
+            if each.level in (NOTE, STOPS) or each.kind in _HARMLESS or each.kind not in eager.suspects
+        ]
+    elif failed and (failed[0].kind == "wrong copy" or levels.isdisjoint((failed[0].level, STOPS))):
+        # The findings do not explain it.
+        found.findings += [failed[0], *(ranks.merged(eager.host_values()) if failed[0].level == WRONG else [])]
+    found.findings = ordered(found.findings)
+    return found
+
+
+def _tried(trial: Trial, findings, *graphs: Graph) -> list[Outcome]:
+    """The outcomes of graphs."""
+    # On a GPU a capture that fails keeps its memory and may spoil the process.
+    on_gpu = trial.state.device.type == "cuda"
+    stops = [each for each in findings if each.level == STOPS and (on_gpu or each.is_hidden)]
+    with torch_settings.deterministic_kernels(where_there_are=True):
+        return [trial.of(graph.make, [each for each in stops if each.kind not in graph.outside]) for graph in graphs]
+
+
+def of_mine(state: StepState) -> Outcome:
+    """Return how the user's own capture goes; where it trains otherwise, the cause if it is a known one."""
+    (own,) = _tried(Trial(state, changes_host=False), [], MINE)
+    if own.is_equal:
+        return own
+    if own.finding is None and state.device.type == "cpu":
+        return own
+    evidence, level = (own.finding.evidence, own.finding.level) if own.finding else (own.text, STOPS)
+    if level == WRONG:
+        # The finding stands without its cause, too.
+        with torch_settings.deterministic_kernels(), contextlib.suppress(Exception):
+            cause = _cause_of_mine(state)
+            evidence = f"{cause}; {evidence}" if cause else evidence
+    code = getattr(state.make_mine, "__code__", None)
+    line = f":{code.co_firstlineno}" if code else ""
+    said = "trains otherwise, see above" if level == WRONG else "cannot be captured, see above"
+    return replace(own, text=said, finding=Finding("your capture", level, f"{state.path}{line}", evidence))
+
+
+def _cause_of_mine(state: StepState) -> str:
+    """Train eagerly as a capture does that makes a known mistake: one that gives the same numbers is the cause."""
+    variant = MINE.make(state)
+    try:
+        mine = course_of(state, variant.step)
+    finally:
+        variant.close()
+
+    def is_like(make_step):
+        # Of all ranks, or they would make other steps.
+        return not ranks.first(parity.difference(mine, mine, course_of(state, make_step)))
+
+    def frozen(values):
+        def step(index):
+            state.snapshot.put_numbers_back()
+            state.moving.put_back(values)
+            state.train(index)
+
+        return step
+
+    for number in range(min(len(state.batches), MOST_BATCHES_TRIED)):
+        if is_like(lambda index, number=number: state.keep_loss(index, state.step(state.batch(number)))):
+            return f"it trains on batch {number} whatever batch it is given: copy each into the tensors that it reads"
+    state.reset()
+    after_steps = [state.moving.now()]
+    for index in range(MOST_STEPS_BEFORE_CAPTURE):
+        state.train(index)
+        after_steps.append(state.moving.now())
+    words = f" ({', '.join(state.moving.names[:3])})" if state.moving.names else ""
+    if any(is_like(frozen(values)) for values in after_steps):
+        return f"it goes on with the numbers on the host of its capture{words}"
+    return ""
+
+
+@contextlib.contextmanager
+def _one_hot_as_on_gpu():
+    """Within it, one_hot with a number of classes reads nothing on the host, in the backward pass neither."""
+
+    def one_hot(values, num_classes=-1):
+        number = int(values.max()) + 1 if num_classes == -1 else num_classes
+        zeros = torch.zeros(*values.shape, number, dtype=torch.long, device=values.device)
+        return zeros.scatter_(-1, values.unsqueeze(-1), 1)
+
+    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for key in ("CPU", "AutogradCPU"):
+            library.impl("one_hot", one_hot, key)
+        yield
+
+
+def main(argv=None) -> int:
+    """Print the diagnosis of the step that the command line names; return the exit status.
+
+    Under torchrun rank 0 prints, and every rank returns 0: torchrun would tell of another one as of a crash.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    with mistakes_in_one_line(os.environ.get(step_file.PROG, "python -m graph_worth.your_step.doctor")):
+        if len(words) not in (1, 2):
+            raise ValueError(f"takes {step_file.FORM}, and a file for its text")
+        path, _ = step_file.split(words[0])
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        rank, local_rank, world_size = collectives.init(kind)
+        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+        try:
+            torch_settings.prepare(device)
+            if rank == 0:
+                print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
+            with user_file.exits_are_errors():
+                found = diagnose(words[0], device)
+            if rank == 0:
+                _tell(found, words[1:])
+        except torch.OutOfMemoryError as error:
+            print(f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr)
+            return 1
+        except ValueError:
+            raise
+        except (Exception, SystemExit) as error:
+            # An error of a later step of the user's file.
+            place = user_file.where(error, path)
+            if ":" not in place:
+                raise
+            raise ValueError(f"{place}: the step raised {user_file.said(error)}") from error
+        finally:
+            collectives.shutdown()
+    return found.status if world_size == 1 else 0
+
+
+def _tell(found: Diagnosis, names: list[str]) -> None:
+    """Print a diagnosis, write it to a file, and what programs want of it beside it."""
+    print(lines(found.text()))
+    for name in names:
+        try:
+            write_text(Path(name), found.text())
+            told = {key: getattr(found, key) for key in ("status", "whole_is_right", "has_mine")}
+            write_text(Path(f"{name}.json"), json.dumps(told))
+        except OSError as error:
+            raise ValueError(f"{name}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

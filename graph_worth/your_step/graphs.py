@@ -1,0 +1,285 @@
+"""The ways to run a step that somebody hands over: as it is, in one graph, up to the optimizer, and compiled."""
+
+import contextlib
+import functools
+import importlib.util
+import signal
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graph_worth.compiled import Compiled, require_compiler
+from graph_worth.contract import variant
+from graph_worth.snapshot import storage_id
+from graph_worth.made_variant import Capture, Unsupported
+from graph_worth.variant_parameterized import Parameterized
+from graph_worth.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
+from graph_worth.your_step.state import StepState
+
+
+@variant("eager", kind="eager", help="the step as it is", parity="bitwise", headline=True)
+def eager_step(state: StepState, index: int) -> None:
+    """Train on batch `index` as the file does. Where issue is measured, layers are marked: the queue drains there."""
+    state.marked_train(index)
+
+
+@variant("graph_step", kind="graph", graphs=None, replays=1, headline=True)
+class GraphedStep:
+    """The whole step in one graph, one for each shape of batch.
+
+    Its batch is copied to where the graph reads it.
+    """
+
+    def __init__(self, state: StepState, capture: Capture):
+        if state.device.type == "cpu" and has_several_ranks():
+            raise Unsupported("host graphs cannot record torch.distributed: several ranks are captured on GPUs alone")
+        self.state, self.pool = state, capture.pool()
+        for generator in state.snapshot.generators:
+            self.pool.register_generator(generator)
+        capture.warm_up(eager_step)
+        self.graphs: dict[int, tuple] = {}
+        for index, kind in enumerate(state.classes):
+            if kind not in self.graphs:
+                with capture.capturing():
+                    self.graphs[kind] = self.captured(index)
+        state.reset()
+
+    def captured(self, index: int) -> tuple:
+        """Return (graph, what it reads, its loss, calls that follow a replay) for the shape of batch `index`."""
+        self.state.reset()
+        static = static_copy(self.state.batch(index), self.state.device)
+        graph, loss = self.pool.capture(lambda: self.trace(static), tensors_in(static))
+        return graph, static, loss, []
+
+    def trace(self, static):
+        """Make the step that is captured, and return its loss."""
+        return self.state.step(static)
+
+    def step(self, index: int) -> None:
+        """Train on batch `index`."""
+        graph, static, loss, calls = self.graphs[self.state.batch_class(index)]
+        copy_batch(static, self.state.batch(index))
+        graph.replay()
+        for call in calls:
+            call()
+        self.state.keep_loss(index, loss)
+
+
+@variant("graph_fwd_bwd", kind="graph", graphs=None, replays=1, headline=True)
+class GraphedForwardBackward(GraphedStep):
+    """All up to the optimizer in one graph, optimizer and schedules eager.
+
+    Calls of optimizers, schedules and loss scalers follow each replay: in the capture they are only noted. From the
+    first optimizer's step on zero_grad is noted, too, since the optimizer still needs the gradients.
+    """
+
+    def __init__(self, state: StepState, capture: Capture):
+        if not state.optimizers:
+            raise Unsupported("no optimizer was handed over, so nothing says where the backward pass ends")
+        self._parameters = [p for each in state.optimizers for group in each.param_groups for p in group["params"]]
+        super().__init__(state, capture)
+
+    def trace(self, static):
+        """See GraphedStep."""
+        with self._noted:
+            return super().trace(static)
+
+    def captured(self, index: int) -> tuple:
+        """See GraphedStep."""
+        self._noted = _Noted(self.state.owned, self._parameters)
+        graph, static, loss, _ = super().captured(index)
+        if self._noted.uses:
+            raise Unsupported(f"the step reads its parameters after its optimizer's step, in {self._noted.uses}")
+        gradients = [(parameter, parameter.grad) for parameter in self._parameters]
+
+        def give_gradients():
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+        return graph, static, loss, [give_gradients, *self._noted.calls]
+
+
+@variant("mine", kind="graph", help="the capture that the file itself makes")
+class Mine:
+    """The step that build's mine() captures and returns. Its graphs are its own, so none are counted."""
+
+    def __init__(self, state: StepState, capture: Capture):
+        if state.make_mine is None:
+            raise Unsupported('build hands over no capture of its own: {"eager": step, "mine": make_mine} has one')
+        self.state, self._following = state, -1
+        try:
+            self.mine, self._gradients = state.captured_mine()
+        except ValueError as error:
+            if state.device.type == "cpu":
+                raise Unsupported(f"without a GPU: {error}") from error
+            raise
+
+    def enter(self) -> None:
+        """See `graph_worth.made_variant`."""
+        self._following = -1
+
+    def step(self, index: int) -> None:
+        """Train on batch `index`."""
+        if index != self._following:
+            # A reset, or eager steps, have bound others; an optimizer that follows a replay reads those of the capture.
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+        self._following = index + 1
+        self.state.keep_loss(index, self.state.call_mine(self.mine, index))
+
+
+class _Noted(TorchDispatchMode):
+    """Within it, calls of optimizers, schedules and scalers are noted and not made.
+
+    Attributes:
+        calls: those that were noted.
+        uses: the first operator that reads a parameter after the first of these calls, or "".
+    """
+
+    def __init__(self, owned, parameters):
+        super().__init__()
+        self.calls: list = []
+        self.uses = ""
+        self._addresses = {storage_id(parameter) for parameter in parameters} - {None}
+        # Optimizers, schedules and loss scalers.
+        self._stepped = [each for each in owned if hasattr(each, "step") and not isinstance(each, torch.nn.Module)]
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self):
+        for each in self._stepped:
+            for name in ("step", "update", "zero_grad", "unscale_"):
+                if hasattr(each, name):
+                    noting = self._noting(name, getattr(each, name))
+                    self._patches.enter_context(mock.patch.object(each, name, noting))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._patches.close()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.calls and not self.uses and not self._addresses.isdisjoint(map(storage_id, tensors_in((args, kwargs)))):
+            self.uses = str(func)
+        return func(*args, **kwargs)
+
+    def _noting(self, name, original):
+        def note(*args, **kwargs):
+            if name == "unscale_":
+                raise Unsupported("unscale_ comes before what a graph up to the optimizer holds, such as clipping")
+            if name == "zero_grad" and not self.calls:
+                return original(*args, **kwargs)
+            self.calls.append(functools.partial(original, *args, **kwargs))
+            return None
+
+        return note
+
+
+class _TooLong(BaseException):
+    """No Exception: the compiler catches those."""
+
+
+@contextlib.contextmanager
+def deadline(limit_s: float):
+    """Interrupt a block of the main thread that takes more than limit_s seconds (0: no limit), which is Unsupported."""
+    if not limit_s:
+        yield
+        return
+
+    def stop(number, frame):
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    except _TooLong:
+        raise Unsupported(
+            f"torch.compile takes more than {limit_s:g} s; a variant that --variants names waits for it"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _forwards(state):
+    if not state.modules:
+        raise Unsupported("no module was handed over, so there is nothing to compile: give it with build's third value")
+    return [(module, "forward") for module in state.modules]
+
+
+@variant("compile", kind="compile", parity=1e-2, headline=True)
+class CompiledModules(Compiled):
+    """torch.compile of the modules, without graphs.
+
+    Random numbers are eager's, in timed blocks, too, whose losses are compared. On a CPU it runs where it is named.
+    """
+
+    mode = "default"
+
+    def __init__(self, state: StepState, capture: Capture):
+        if state.gave_up_compiling:
+            raise Unsupported(state.gave_up_compiling)
+        is_named = self.mode == "default" and not state.compile_limit_s
+        options = {"fullgraph": False, "options": {"fallback_random": True}, "on_cpu": is_named}
+        super().__init__(state, eager_step, _forwards(state), "the modules", mode=self.mode, capture=capture, **options)
+        self.numbers = ", with eager's random numbers in timed blocks, too" if state.snapshot.has_drawn() else ""
+        self.capture.strategy += self.numbers
+
+    def compile_steps(self) -> None:
+        """Make eager steps on batches of each shape until nothing is compiled any more."""
+        state = self.state
+        indices = [*range(4), *(index for index, kind in enumerate(state.classes) if kind not in state.classes[:4])]
+        try:
+            with deadline(state.compile_limit_s):
+                Capture(strategy="", state=state).warm_up(lambda _, at: self.step(indices[at % len(indices)]), 4)
+                for index in indices[4:] * 3:
+                    self.step(index)
+        except Unsupported as error:
+            # Processes that still compile would take the cores of steps that are timed.
+            from torch._inductor.async_compile import shutdown_compile_workers
+
+            shutdown_compile_workers()
+            torch._dynamo.reset()
+            state.gave_up_compiling = str(error)
+            raise
+
+
+@variant("graph_compiled", kind="compile", graphs=None, replays=1, parity=1e-2, headline=True)
+class GraphedCompiledStep(GraphedStep):
+    """The whole step in one graph, its modules compiled."""
+
+    def __init__(self, state: StepState, capture: Capture):
+        if state.device.type == "cpu":
+            require_compiler(state.device)
+        # It keeps the compiled kernels, which the graph launches.
+        self.compiled = CompiledModules(state, capture)
+        self.compiled.enter()
+        try:
+            super().__init__(state, capture)
+        finally:
+            self.compiled.leave()
+        capture.strategy = f"the whole step, its modules compiled by torch.compile{self.compiled.numbers}"
+
+
+@variant("reduce_overhead", kind="compile", graphs=None, parity=1e-2, headline=True)
+class ReducedOverhead(CompiledModules):
+    """torch.compile of the modules, whose mode reduce-overhead captures graphs itself."""
+
+    mode = "reduce-overhead"
+
+
+@variant(
+    "graph_parameterized", kind="graph", graphs=None, parity=1e-2, traits={"part": "forward and backward of modules"}
+)
+class ParameterizedModules(Parameterized):
+    """Forward and backward of each module as graphs without a pool, launched on the memory of the eager step."""
+
+    fullgraph = False
+    compile_steps = CompiledModules.compile_steps
+
+    def __init__(self, state: StepState, capture: Capture):
+        if importlib.util.find_spec("numpy") is None:
+            raise Unsupported("parameterized launches need NumPy in the step's interpreter")
+        super().__init__(state, eager_step, _forwards(state), "the modules", capture=capture)

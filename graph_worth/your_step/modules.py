@@ -1,0 +1,186 @@
+"""graph_modules: the largest modules that a graph can hold, each with a graph for its forward and one for its backward.
+
+For a step that reads a value on the host between two networks, or that matches on the host, this is what remains. The
+rest of the step runs as it does eagerly.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from graph_worth.capture.pool import Pool
+from graph_worth.contract import variant
+from graph_worth.measuring.module_parts import hooked, is_inside, named_parts, shown
+from graph_worth.made_variant import Capture, Unsupported
+from graph_worth.your_step.state import StepState
+from graph_worth.your_step.step_watch import watch
+
+# A module of fewer operators costs more in copies than its graph gains.
+LEAST_OPERATORS = 8
+
+
+@dataclass
+class Call:
+    """The first call of a module in a step.
+
+    Attributes:
+        casts_to: dtype of the autocast that it ran under, or None.
+        is_plain: its arguments, at least one, and its results are tensors.
+        number: calls in the step.
+    """
+
+    path: str
+    module: torch.nn.Module
+    args: tuple
+    casts_to: torch.dtype | None
+    is_plain: bool
+    number: int = 1
+
+
+@variant("graph_modules", kind="graph", graphs=None, headline=True)
+class GraphedModules:
+    """The largest modules that can be captured, a forward and a backward graph each.
+
+    Raises:
+        Unsupported: batches have several shapes, or no module can be captured.
+    """
+
+    def __init__(self, state: StepState, capture: Capture):
+        if len(set(state.classes)) > 1:
+            raise Unsupported("batches of several shapes: graphs of modules have one")
+        if not state.modules:
+            raise Unsupported("no module was handed over")
+        if any(hasattr(parameter, "to_local") for module in state.modules for parameter in module.parameters()):
+            raise Unsupported("FSDP gathers a module's weights around its forward, and a graph of the module has none")
+        self.state, self.pool = state, capture.pool()
+        capture.warm_up(StepState.train)
+        chosen = _chosen(state)
+        if not chosen:
+            raise Unsupported("no module is large enough, is called once, and makes no call that a graph cannot hold")
+        # Of a Sequential a number alone says nothing.
+        names = {path: name for path, name in shown(state.modules).items() if path.isdigit()}
+        capture.strategy = f"forward and backward of {', '.join(names.get(call.path, call.path) for call in chosen)}"
+        state.reset()
+        with capture.capturing():
+            self._graphs = [(call.module, _Graphs(self.pool, call)) for call in chosen]
+            # The last forward is the first backward: memory that one frees, the next may use.
+            for _, graphs in reversed(self._graphs):
+                graphs.capture_backward(self.pool)
+        state.reset()
+
+    def enter(self) -> None:
+        """Replace the modules' forward."""
+        for module, graphs in self._graphs:
+            module.forward = graphs
+
+    def leave(self) -> None:
+        """Put the modules' own forward back."""
+        for module, _ in self._graphs:
+            vars(module).pop("forward", None)
+
+    def step(self, index: int) -> None:
+        """Train on batch `index`."""
+        self.state.train(index)
+
+    def replays_of(self, index: int) -> int:
+        """Return the graphs of all modules: each is replayed once in a step."""
+        return len(self.pool.graphs)
+
+    def close(self) -> None:
+        """Give the modules their own forward."""
+        self.leave()
+        self._graphs = []
+
+
+class _Graphs:
+    """The graphs of one module; called in the place of its forward."""
+
+    def __init__(self, pool: Pool, call: Call):
+        self.forward = call.module.forward
+        self.static = [each.detach().clone().requires_grad_(each.requires_grad) for each in call.args]
+        self.parameters = [each for each in call.module.parameters() if each.requires_grad]
+        # Casts of an eager step that are cached would be missing in a graph.
+        cast = torch.autocast(pool.device.type, call.casts_to, call.casts_to is not None, cache_enabled=False)
+        with torch.enable_grad(), cast:
+            self.forward_graph, result = pool.capture(lambda: self.forward(*self.static), self.static)
+        self.is_single = isinstance(result, torch.Tensor)
+        self.outputs = [result] if self.is_single else list(result)
+        self.backward_graph = None
+
+    def capture_backward(self, pool: Pool):
+        needed = [output for output in self.outputs if output.requires_grad]
+        self.wanted = [each for each in [*self.static, *self.parameters] if each.requires_grad]
+        if not needed or not self.wanted:
+            return
+        self.incoming = [torch.zeros_like(output) for output in needed]
+
+        def gradients():
+            return torch.autograd.grad(needed, self.wanted, self.incoming, allow_unused=True)
+
+        self.backward_graph, self.gradients = pool.capture(gradients, self.incoming)
+
+    def __call__(self, *arguments):
+        found = _Replay.apply(self, len(arguments), *arguments, *self.parameters)
+        return found[0] if self.is_single else found
+
+
+class _Replay(torch.autograd.Function):
+    """Replays in the place of a module. What a graph wrote is copied: the next replay overwrites it."""
+
+    @staticmethod
+    def forward(ctx, graphs, count, *tensors):
+        ctx.graphs, ctx.count = graphs, count
+        with torch.no_grad():
+            for own, tensor in zip(graphs.static, tensors[:count], strict=True):
+                own.copy_(tensor)
+        graphs.forward_graph.replay()
+        return tuple(output.detach().clone() for output in graphs.outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *incoming):
+        graphs = ctx.graphs
+        needed = [given for given, output in zip(incoming, graphs.outputs, strict=True) if output.requires_grad]
+        for own, given in zip(graphs.incoming, needed, strict=True):
+            own.copy_(given) if given is not None else own.zero_()
+        graphs.backward_graph.replay()
+        # An optimizer may keep them as .grad, so they are not the graph's own.
+        made = iter(None if each is None else each.clone() for each in graphs.gradients)
+        inputs = [*graphs.static, *graphs.parameters]
+        return None, None, *(next(made) if each.requires_grad else None for each in inputs)
+
+
+def _chosen(state: StepState) -> list[Call]:
+    """The largest modules that a graph can hold, in the order in which they end."""
+    calls: dict[torch.nn.Module, Call] = {}
+    kind = state.device.type
+
+    def note(path, module, args, kwargs, output):
+        if module in calls:
+            calls[module].number += 1
+            return
+        casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        results = output if isinstance(output, (list, tuple)) else [output]
+        is_plain = bool(args) and not kwargs and all(isinstance(each, torch.Tensor) for each in [*args, *results])
+        calls[module] = Call(path, module, args, casts_to, is_plain)
+
+    state.reset()
+    with hooked(named_parts(state.modules), note):
+        watched = watch(state.step, state.batch(0), state.modules)
+    bad = {refused.place.module for refused in watched.refused}
+    sizes = Counter(each.place.module for each in watched.operators)
+
+    def largest(path, module):
+        call = calls.get(module)
+        size = sum(count for name, count in sizes.items() if is_inside(name, path))
+        is_whole = call is not None and call.is_plain and call.number == 1 and size >= LEAST_OPERATORS
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        if is_whole and is_trained and not any(is_inside(name, path) for name in bad):
+            yield module
+            return
+        for name, child in module.named_children():
+            yield from largest(f"{path}.{name}" if path else name, child)
+
+    chosen = {found for module in state.modules for found in largest("", module)}
+    return [call for call in calls.values() if call.module in chosen]

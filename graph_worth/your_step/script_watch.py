@@ -1,0 +1,169 @@
+"""The watch over the training steps of any script, inside of its process; see graph_worth/harness/watch.py.
+
+A step goes from one call of an optimizer's step() to the next. Of several optimizers the one that is called least often
+counts, so the critic of a GAN may take several steps in one. Microbatches whose gradients add up are one step. After
+AFTER steps ten are timed, five run under the profiler on a GPU, and five have their reads on the host noted.
+"""
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from graph_worth.files import write_text
+from graph_worth.your_step.place import place_of_call
+
+AFTER, TIMED, HEAT, PROFILED, READ = 10, 10, 2, 3, 5
+# Calls of the busiest optimizer after which the one that is called least often need not have AFTER.
+MOST_WAITED = 10 * AFTER
+MOST_SHAPES = 8
+
+
+class ScriptWatch:
+    """The watch of this process, from the first step of an optimizer on; it never raises into the script.
+
+    Args:
+        folder: gets a JSON file of what is known so far: "steps" that have ended, "num_calls" of other optimizers in a
+            step, "step_ms", "busy_ms" and "graph_share" on a GPU, "reads" (line, call, number in a step), "shapes".
+    """
+
+    def __init__(self, folder: str):
+        self._folder = Path(folder)
+        self._begin()
+        os.register_at_fork(after_in_child=self._forked)
+        atexit.register(self._exits)
+
+    def _begin(self):
+        self._calls: Counter[Optimizer] = Counter()
+        self._pace: Optimizer | None = None
+        self._places: dict[Optimizer, str] = {}
+        self._look = self._steps()
+        self._told: dict = {"pid": os.getpid(), "rank": int(os.environ.get("RANK", "0")), "steps": 0}
+        self._handle = register_optimizer_step_post_hook(self._called)
+
+    def _forked(self):
+        """A child has a watch of its own, unless its parent was being looked at."""
+        is_fresh = self._told["steps"] < AFTER
+        self._stop()
+        self._told["steps"] = 0
+        if is_fresh:
+            self._begin()
+
+    def _stop(self):
+        self._handle.remove()
+        # The script's optimizers end where it lets go of them.
+        self._pace = None
+        self._calls.clear()
+        self._places.clear()
+
+    def _exits(self):
+        if self._told["steps"] and "reads" not in self._told:
+            self._write()
+
+    def _write(self):
+        with contextlib.suppress(OSError):
+            write_text(self._folder / f"steps-{os.getpid()}.json", json.dumps(self._told))
+
+    def _called(self, optimizer, args, kwargs):
+        try:
+            self._count(optimizer)
+        except StopIteration:
+            self._write()
+            self._stop()
+        except Exception as error:
+            self._told["error"] = f"{type(error).__name__}: {error}"
+            self._write()
+            self._stop()
+
+    def _count(self, optimizer):
+        self._calls[optimizer] += 1
+        self._told["steps"] = max(self._calls.values())
+        if self._pace is None:
+            self._places.setdefault(optimizer, place_of_call().own)
+            if self._calls.total() == 1:
+                self._write()
+            self._choose()
+        if optimizer is self._pace:
+            next(self._look)
+
+    def _choose(self):
+        """Choose the optimizer that ends a step: the one called least often, of equals the last."""
+        least = min(reversed(self._calls), key=self._calls.__getitem__)
+        if self._calls[least] < AFTER and max(self._calls.values()) >= MOST_WAITED:
+            # It may never be called again.
+            least = min((each for each in reversed(self._calls) if self._calls[each] > 1), key=self._calls.__getitem__)
+        elif self._calls[least] < AFTER:
+            return
+        self._pace, self._told["optimizer"] = least, f"{type(least).__name__} at {self._places[least]}"
+
+    def _steps(self):
+        """Advances at the end of each step."""
+        from graph_worth.measuring import kernel_trace as trace
+        from graph_worth.your_step.step_watch import reads_noted
+
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        drain = torch.cuda.synchronize if on_gpu else lambda: None
+        before = Counter(self._calls)
+        drain()
+        start = time.perf_counter()
+        for _ in range(TIMED):
+            yield
+        drain()
+        self._told["step_ms"] = (time.perf_counter() - start) * 1e3 / TIMED
+        others = (self._calls - before).items()
+        self._told["num_calls"] = {
+            f"{type(each).__name__} at {self._places.get(each, '?')}": number / TIMED
+            for each, number in others
+            if each is not self._pace
+        }
+        self._told["on_gpu"] = on_gpu
+        self._write()
+        with _shapes() as shapes:
+            if on_gpu:
+                profile = trace.Profile()
+                yield from trace.profiled(profile, PROFILED, HEAT)
+                facts = trace.facts(profile.events, PROFILED)
+                self._told |= {name: facts[name] for name in ("busy_ms", "graph_share")}
+                self._write()
+            else:
+                yield from itertools.repeat(None, HEAT + PROFILED)
+            reads: Counter[tuple[str, str]] = Counter()
+            for _ in range(READ):
+                # A line that waits for the GPU is in the record of a step once.
+                with reads_noted() as found:
+                    yield
+                reads.update((each.place.own, each.name) for each in found.refused if not each.place.through)
+        self._told["reads"] = [[line, name, number / READ] for (line, name), number in reads.items()]
+        self._told["shapes"] = {name: sorted(own)[:MOST_SHAPES] for name, own in shapes.items()}
+
+
+@contextlib.contextmanager
+def _shapes():
+    """Yield class -> shapes of the tensors that modules get, where they train and no other module calls them."""
+    found: dict[str, set] = {}
+    original, inside = torch.nn.Module.__call__, threading.local()
+
+    def call(module, *args, **kwargs):
+        if getattr(inside, "depth", 0) or not module.training:
+            return original(module, *args, **kwargs)
+        leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if len(found.setdefault(type(module).__name__, set())) < MOST_SHAPES:
+            found[type(module).__name__].add(tuple(tuple(each.shape) for each in leaves))
+        inside.depth = 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            inside.depth = 0
+
+    with mock.patch.object(torch.nn.Module, "__call__", call):
+        yield found

@@ -1,0 +1,49 @@
+"""The text that names a step, FILE.py:FUNCTION, without torch."""
+
+import contextlib
+import hashlib
+import itertools
+import re
+from pathlib import Path
+
+MOST_FILES = 500
+FORM = "FILE.py:FUNCTION, as in my_step.py:build"
+# The program of a worker, from the root of the repository.
+START = "graph_worth/start.py"
+# Environment variable: the folder in which the user's command runs, unless it is the root of the repository.
+FOLDER = "GRAPH_WORTH_FOLDER"
+# Environment variable: the command that the user has typed, such as graph-worth doctor.
+PROG = "GRAPH_WORTH_PROG"
+
+
+def split(text: str) -> tuple[Path, str]:
+    """Return the file and the function of FILE.py:FUNCTION; without a function it is `build`.
+
+    Raises:
+        ValueError: there is no such file, or no function of that name in it.
+    """
+    name, colon, function = text.rpartition(":")
+    name, function = (name, function) if colon and not function.endswith(".py") else (text, "build")
+    path = Path(name)
+    try:
+        if not path.is_file():
+            raise ValueError(f"--step {text}: there is no file {name}, it takes {FORM}")
+        source = path.read_text(errors="replace")
+    except OSError as error:
+        raise ValueError(f"--step {text}: {error.strerror}") from None
+    own = re.escape(function)
+    if not re.search(rf"(?m)^(def {own}\s*\(|{own}\s*=|from .*\b{own}\b)", source):
+        raise ValueError(f"--step {text}: {name} has no function {function}(device), it takes {FORM}")
+    return path, function
+
+
+def digest(text: str) -> str:
+    """Return 16 hex digits of the file that STEP names and of the Python files beside it and in folders beside it."""
+    path = split(text)[0].resolve()
+    found = {path, *itertools.islice((each for each in path.parent.glob("*.py")), MOST_FILES)}
+    found |= set(itertools.islice((each for each in path.parent.glob("[!.]*/*.py")), MOST_FILES))
+    total = hashlib.sha256()
+    for each in sorted(found):
+        with contextlib.suppress(OSError):
+            total.update(str(each.relative_to(path.parent)).encode(errors="replace") + b"\0" + each.read_bytes())
+    return total.hexdigest()[:16]

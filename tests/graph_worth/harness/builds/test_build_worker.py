@@ -1,0 +1,241 @@
+"""graph_worth/harness/builds/build_worker.py: all workers of a build have one model, and each start is tried twice."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from graph_worth.harness import run
+from graph_worth.harness.files.partial import SUFFIX, Partial
+from graph_worth.harness.builds.build_worker import BuildWorker, StartFailed, TryAgain
+from graph_worth.harness.builds.request import BuildRequest, Settings
+from graph_worth.harness.processes import worker_process as worker
+from graph_worth.harness.processes.worker_process import WorkerEnded
+
+FACTS = {"config": {"layers": 8, "batch": 4}, "flops_per_step": 2.0, "items_per_step": 4, "period": None}
+ALONE = [("eager", {"do": "alone"})]
+
+
+class Answers:
+    """A worker that has built a state with these facts."""
+
+    def __init__(self, **facts):
+        self.facts, self.asked = FACTS | facts, []
+
+    def wait(self):
+        return 1.0
+
+    def call(self, command, limit_s):
+        self.asked.append((command, limit_s))
+        return {"say": "done", **self.facts}
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def own(tmp_path):
+    request = BuildRequest(name="", fields={}, variants={"eager": {}}, command=list, environment={})
+    made = BuildWorker(request, Settings(), Partial(tmp_path / f"a{SUFFIX}"), tmp_path / "log", print)
+    made.partial.add("worker", build="", **FACTS)
+    return made
+
+
+KILLED = WorkerEnded("error", "the worker was ended by SIGKILL", signal=signal.SIGKILL)
+SILENT = WorkerEnded("timeout", "the worker did not answer")
+REFUSED = WorkerEnded("error", "--layers 8: too many", exit_status=2)
+
+
+class Ends(Answers):
+    """A worker that ends while it starts or builds."""
+
+    def __init__(self, how, at):
+        super().__init__()
+        self.how, self.at = how, at
+
+    def wait(self):
+        return self.raised() if self.at == "wait" else 1.0
+
+    def call(self, command, limit_s):
+        return self.raised() if self.at == command["do"] else super().call(command, limit_s)
+
+    def raised(self):
+        raise self.how
+
+
+def starts(monkeypatch, *made):
+    """Let these workers be the next ones; return those that are left."""
+    left = list(made)
+    monkeypatch.setattr("graph_worth.harness.builds.build_worker.Worker", lambda *words: left.pop(0))
+    return left
+
+
+def test_the_first_worker_of_a_run_measures_the_pace_of_its_host(own, monkeypatch, tmp_path):
+    own.request.command = lambda variant: []
+    workers = [Answers(), Answers()]
+    starts(monkeypatch, *workers)
+    for known in (own.partial, Partial(tmp_path / f"b{SUFFIX}")):
+        own.partial = known
+        own.ask("eager", {"do": "capture"})
+        own.end()
+    assert [answers.asked[0][0]["pace"] for answers in workers] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"config": {"layers": 6, "batch": 4}}, "layers 6 in the place of 8"),
+        ({"flops_per_step": 1.5}, "flops_per_step 1.5 in the place of 2.0"),
+        ({"period": 3}, "period 3 in the place of None"),
+    ],
+)
+def test_a_later_worker_with_another_model_ends_the_build(own, monkeypatch, facts, said):
+    """A GPU whose memory somebody else takes may hold fewer layers."""
+    own.request.command = lambda variant: []
+    starts(monkeypatch, Answers(**facts))
+    with pytest.raises(WorkerEnded, match=said) as ended:
+        own.ask("eager", {"do": "capture"})
+    assert ended.value.kind == "error"
+
+
+def test_a_block_is_given_up_when_it_lasts_far_longer_than_its_pilot(own, monkeypatch):
+    own.request.command = lambda variant: []
+    answers = Answers()
+    starts(monkeypatch, answers)
+    own.ask("eager", {"do": "capture"})
+    own.paces = {"eager": {"ms": 300.0, "reset_s": 0.5}, "short": {"ms": 1.0, "reset_s": 0.0}}
+    block = {"do": "block", "untimed": 1, "timed": 20, "drained": 1}
+    # A capture may compile, and a variant without a pilot take any time.
+    for variant, command in (("eager", block), ("short", block), ("other", block), ("eager", {"do": "capture"})):
+        own.ask(variant, command)
+    own.settings = Settings(limit_s=8)
+    own.ask("eager", block)
+    _, _, *limits_s = (limit_s for _, limit_s in answers.asked)
+    assert limits_s == [20 * (22 * 0.3 + 0.5), 60, 600, 600, 8]
+
+
+@pytest.mark.parametrize("how", [KILLED, SILENT, WorkerEnded("error", "broken", exit_status=1)], ids=str)
+@pytest.mark.parametrize("at", ["wait", "build"])
+def test_a_start_that_ends_without_an_answer_is_tried_twice(own, monkeypatch, how, at):
+    own.request.command = lambda variant: []
+    left = starts(monkeypatch, Ends(how, at), Answers(), Ends(how, at), Ends(how, at), Answers())
+    assert own.ask("eager", {"do": "capture"})["config"] and len(left) == 3
+    own.end()
+    with pytest.raises(WorkerEnded, match=how.reason):
+        own.ask("eager", {"do": "capture"})
+    assert len(left) == 1
+    assert list(own.alone(ALONE, is_last=True))
+
+
+@pytest.mark.parametrize("made", [Ends(REFUSED, "wait"), Answers(period=3)], ids=["refusal", "another model"])
+def test_an_answer_is_not_asked_for_twice(own, monkeypatch, made):
+    own.request.command = lambda variant: []
+    left = starts(monkeypatch, made, Answers())
+    with pytest.raises(WorkerEnded):
+        own.ask("eager", {"do": "capture"})
+    assert len(left) == 1
+
+
+def test_a_question_to_a_worker_of_its_own_is_tried_twice(own, monkeypatch):
+    own.request.command = lambda variant: []
+    left = starts(monkeypatch, Ends(KILLED, "alone"), Answers(), Ends(SILENT, "alone"), Answers())
+    assert list(own.alone(ALONE, is_last=True)) == [(*ALONE[0], FACTS)]
+    assert list(own.alone(ALONE, is_last=True)) == [] and len(left) == 1
+
+
+@pytest.mark.parametrize("ask", ["ask", "try_ask"])
+def test_a_block_in_which_this_process_was_stopped_is_measured_again_and_then_left_out(own, monkeypatch, ask):
+    """An audit, too: a user may have stopped it, which says nothing of the variant."""
+    own.request.command = lambda variant: []
+    starts(monkeypatch, Answers(was_stopped=True))
+    for left in (["eager"], []):
+        with pytest.raises(TryAgain):
+            getattr(own, ask)("eager", {"do": "block"})
+        assert own.remaining() == left
+
+
+def test_a_stop_of_this_process_is_counted(own, monkeypatch, tmp_path):
+    monkeypatch.setattr(worker.supervisor, "start", lambda *words, **more: None)
+    monkeypatch.setattr(worker, "_listening", lambda folder: None)
+    before = signal.getsignal(signal.SIGCONT)
+    try:
+        worker.Worker(["x"], {}, tmp_path / "log")
+        stops = worker._stops
+        os.kill(os.getpid(), signal.SIGCONT)
+        assert worker._stops == stops + 1
+    finally:
+        signal.signal(signal.SIGCONT, before)
+
+
+class Refuses(Answers):
+    """Has no answer to blocks, and goes on."""
+
+    def call(self, command, limit_s):
+        answer = super().call(command, limit_s)
+        failed = {"say": "failed", "kind": "error", "reason": "refused", "fatal": False}
+        return failed if command["do"] == "block" else answer
+
+
+def test_of_a_worker_of_its_own_every_answer_counts_that_there_is(own, monkeypatch):
+    own.request.command = lambda variant: []
+    asks = [ALONE[0], ("eager", {"do": "capture"}), ("eager", {"do": "block"}), ("eager", {"do": "course"})]
+    starts(monkeypatch, Refuses(), Ends(SILENT, "block"), Ends(KILLED, "block"), Answers())
+    done = [[command["do"] for _, command, _ in own.alone(asks, is_last=True)] for _ in range(3)]
+    assert done == [
+        ["alone", "capture", "course"],
+        ["alone", "capture"],
+        ["alone", "capture", "capture", "block", "course"],
+    ]
+
+
+def test_a_question_that_may_fail_leaves_nothing_out(own, monkeypatch):
+    own.request.command = lambda variant: []
+    starts(monkeypatch, Refuses(), Ends(KILLED, "block"))
+    assert own.try_ask("eager", {"do": "block"}) == {"raised": "refused"}
+    own.end()
+    assert "SIGKILL" in own.try_ask("eager", {"do": "block"})["raised"]
+    assert own.remaining() == ["eager"]
+
+
+@pytest.mark.parametrize(
+    ("how", "has_run", "has_cycles", "is_sealed"),
+    [
+        (KILLED, True, True, False),
+        (KILLED, False, True, False),
+        (KILLED, True, False, True),
+        (REFUSED, True, True, False),
+        (WorkerEnded("oom", "out of memory", is_answer=True), True, True, False),
+        # Cycles of another build: this one cannot run here.
+        (REFUSED, False, True, True),
+    ],
+)
+def test_a_failed_start_seals_no_run_that_has_cycles(monkeypatch, tmp_path, how, has_run, has_cycles, is_sealed):
+    facts = Partial(tmp_path / f"a{SUFFIX}")
+    if has_run:
+        facts.add("worker", build="b", **FACTS)
+    if has_cycles:
+        facts.add("cycle", build="")
+    request = BuildRequest(name="b", fields={}, variants={"eager": {}}, command=lambda variant: [], environment={})
+    made = SimpleNamespace(measure=Ends(how, "wait").raised, leave_out_rest=lambda *why: facts.add("left_out"))
+    monkeypatch.setattr(run, "BuildMeasurement", lambda *words: made)
+    args = run.parse(["--model", "gpt3"])
+    asked = SimpleNamespace(builds=[request], preset="tiny")
+    if is_sealed:
+        run.measure_run(asked, args, facts, tmp_path / "log")
+    else:
+        with pytest.raises(StartFailed, match="the same command goes on from there"):
+            run.measure_run(asked, args, facts, tmp_path / "log")
+    assert bool(facts.of("end")) == bool(facts.of("left_out")) == is_sealed
+
+
+def test_no_worker_of_several_ranks_is_started_ahead(own, monkeypatch):
+    started = []
+    monkeypatch.setattr("graph_worth.harness.builds.build_worker.Worker", lambda *words: started.append(words))
+    own.request.command = lambda variant: SimpleNamespace()
+    own.request.ranks = 2
+    own.start_ahead()
+    assert not started
+    own.request.ranks = 1
+    own.start_ahead()
+    assert len(started) == 1

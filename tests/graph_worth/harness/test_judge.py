@@ -1,0 +1,691 @@
+"""graph_worth/harness/judge.py: verdicts, base and gains of a run. Each check names its fault and can fail."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from graph_worth.harness import checks, judge
+from graph_worth.harness.files import run_file
+from graph_worth.harness.files.facts import Alone, Audit, Capture, Course, GpuState, Profile, Raised, Sealed, Trained
+from graph_worth.harness.judge import Fault
+from tests.helpers.made_run import H200, made_run
+
+RESULTS = Path(__file__).resolve().parents[3] / "results"
+MIB = 2**20
+EVERY = range(8)
+
+
+def verdict(run, name="graph_layer"):
+    return judge.judged(run)[""].verdicts[name]
+
+
+def variant(run, name="graph_layer"):
+    return run.builds[""].variants[name]
+
+
+def change(run, name="graph_layer", cycles=EVERY, **values):
+    """Set fields of the blocks of some cycles."""
+    for block in variant(run, name).blocks:
+        if block.cycle in cycles:
+            for key, value in values.items():
+                setattr(block, key, value)
+    return run
+
+
+def facts(run, name="graph_layer", **values):
+    """Set fields of a variant."""
+    for key, value in values.items():
+        setattr(variant(run, name), key, value)
+    return run
+
+
+def course(*losses, digest="other"):
+    return [Course(hashes=[digest], losses=list(losses))]
+
+
+def threefold(run, cycles, name="graph_layer"):
+    """A clock that lies threefold in some blocks: the steps seem to take a third of what another process saw."""
+    for block in variant(run, name).blocks:
+        if block.cycle in cycles:
+            block.step_ms = [ms / 3 for ms in block.step_ms]
+    return run
+
+
+def outside(run, seconds=0.1):
+    """Every block takes so long beside its timed steps."""
+    for own in run.builds[""].variants.values():
+        for block in own.blocks:
+            block.whole_s = block.parent_s + seconds + block.mean_ms / 1e3 * (block.untimed_steps + block.drained_steps)
+    return run
+
+
+def captured(run, **values):
+    for key, value in values.items():
+        setattr(variant(run).capture, key, value)
+    return run
+
+
+def profiled(run, share):
+    variant(run).profile.graph_share = share
+    return run
+
+
+def audits(*step_ms, losses=(1.0, 0.5), moved=(1.0,), again_ms=10.0):
+    """Audits that took so long, with the losses 1.0 and 0.5 and a movement of 1.0 in the process that repeats them."""
+    again = Trained(step_ms=[again_ms], losses=[1.0, 0.5], moved=[1.0])
+    own = [Trained(step_ms=[ms], losses=list(losses), moved=list(moved)) for ms in step_ms]
+    return [Audit(seed=seed, first=0, own=each, repetition=again) for seed, each in enumerate(own)]
+
+
+def audited(run, base_ms=(10.0, 10.0), **changes):
+    """A run whose variants have audits; `changes` are those of graph_layer, as `audits` takes them."""
+    facts(run, "eager", audits=audits(*base_ms))
+    return facts(run, audits=audits(*changes.pop("step_ms", (10.0, 10.0)), **changes))
+
+
+SEALED = Sealed(status="failed", reason="as sealed", parity="")
+# Fault -> (a run with it, words of its reason). On a GPU one block of eight shows a fault of a block.
+CASES = {
+    Fault.RAISED: (lambda run: facts(run, raised=Raised(kind="error", reason="broke")), "broke"),
+    Fault.SEALED: (lambda run: facts(run, sealed=SEALED), "as sealed"),
+    Fault.NOT_TIMED: (lambda run: facts(run, blocks=[]), "no block"),
+    Fault.NOT_COMPARED: (lambda run: facts(run, parity=[]), "nothing compares"),
+    Fault.PARITY: (lambda run: facts(run, parity=course(1.01)), "parity: differs by 1.0e-02 from step 0"),
+    Fault.PARITY_AFTER: (lambda run: facts(run, after=course(1.01)), "parity after its blocks: differs by 1.0e-02"),
+    Fault.GRAPHS: (lambda run: captured(run, graphs=2), "2 graphs made, 1 promised"),
+    Fault.REPLAYS: (lambda run: change(run, cycles=[5], replays=19), "19 replays in 20 steps of cycle 5, 20 promised"),
+    Fault.GRAPH_SHARE: (lambda run: profiled(run, 0.19), "graphs launch 19.0 % of the kernels"),
+    Fault.CLOCK: (lambda run: threefold(run, [5]), "in cycle 5 sum to 0.067 s, another process saw 0.200 s"),
+    Fault.OUTSIDE: (lambda run: change(outside(run), cycles=[5], whole_s=0.9), "0.50 s of work outside of the 0.20 s"),
+    Fault.LATE_WORK: (lambda run: change(run, cycles=[5], late_ms=30.0), "30 ms of work went on"),
+    Fault.LATE_CHANGE: (lambda run: change(run, cycles=[5], late_change=True), "still changed"),
+    Fault.GROWTH: (lambda run: change(run, cycles=[5], growth_bytes=33 * MIB), "grew by 33 MiB"),
+    Fault.THREADS: (lambda run: change(run, cycles=[5], threads=5), "2 threads more"),
+    Fault.LOSSES: (lambda run: change(run, cycles=[5], losses=[1.0, 0.6]), "its losses in cycle 5 differ"),
+    Fault.MOVEMENT: (lambda run: change(run, cycles=[5], moved=[0.5]), "cycle 5 moved the training state 0.50 times"),
+    Fault.NOT_WATCHED: (lambda run: change(run, moved=[0.0]), "no watched tensor"),
+    Fault.AUDIT: (lambda run: audited(run, losses=[1.0, 0.502]), "losses differ by 4.0e-03 from those of eager in a"),
+    Fault.AUDIT_TIME: (lambda run: audited(run, step_ms=(12.6, 13.0)), "fastest block took 12.60 ms a step, most"),
+}
+
+
+@pytest.mark.parametrize("fault", Fault, ids=lambda fault: fault.name)
+def test_each_fault_is_found_and_named_and_eager_stays_sound(fault):
+    make, said = CASES[fault]
+    run = make(made_run())
+    found = verdict(run)
+    assert (found.status, found.fault) == ("failed", fault) and said in found.reason and "\n" not in found.reason
+    assert verdict(run, "eager").status == "pass"
+    assert judge.judged(run)[""].ratio_of("graph_layer") is None and not judge.is_sound(run)
+
+
+def test_a_block_s_own_two_clocks_agree():
+    """The steps' clock is bent, and the process that watches was stopped for as long."""
+    assert verdict(change(made_run(), cycles=[5], worker_s=0.3)).fault == Fault.CLOCK
+    assert verdict(change(made_run(ranks=2), cycles=[5], worker_s=0.1)).fault is None
+    assert verdict(change(made_run(ranks=2), cycles=[5], worker_s=0.3)).fault == Fault.CLOCK
+
+
+def test_less_work_outside_counts_where_most_blocks_show_it():
+    one, most = (change(outside(made_run()), cycles=cycles, whole_s=0.55) for cycles in ([5], EVERY))
+    assert verdict(one).fault is None and verdict(most).fault == Fault.OUTSIDE
+
+
+def test_a_graph_is_not_accused_of_the_steps_of_a_slower_base():
+    """Stable Diffusion on an H200: five untimed and drained steps of 110 ms in the base, of 39 ms in the graph."""
+    run = made_run(ms={"eager": 110.0, "graph_layer": 39.0})
+    for own in run.builds[""].variants.values():
+        for block in own.blocks:
+            block.whole_s = block.parent_s + 5 * block.mean_ms / 1e3 + 0.05
+    assert verdict(run).fault is None
+    assert verdict(change(run, cycles=[5], whole_s=2.0)).fault == Fault.OUTSIDE
+
+
+def test_blocks_of_different_cycles_need_not_train_alike():
+    run = made_run()
+    for name in run.builds[""].variants:
+        for block in variant(run, name).blocks:
+            block.first, block.losses = block.cycle, [1.0 + block.cycle, 0.5]
+    assert verdict(run).fault is None
+    assert verdict(change(run, cycles=[5], losses=[1.0, 0.5])).fault == Fault.LOSSES
+
+
+def test_a_reference_that_does_not_repeat_widens_little():
+    def noisy():
+        run = made_run()
+        for block in variant(run, "eager").blocks[1::2]:
+            block.losses = [1.2, 0.6]
+        return run
+
+    assert verdict(change(noisy(), losses=[1.019, 0.5])).fault is None
+    assert verdict(change(noisy(), losses=[1.03, 0.5])).fault == Fault.LOSSES
+    assert verdict(change(noisy(), cycles=[5], moved=[0.95])).fault == Fault.MOVEMENT
+
+
+def test_a_base_that_the_others_slow_is_said():
+    run = facts(made_run(), "eager", alone=Alone(peak_reserved_bytes=0, step_ms=[9.0] * 20))
+    fastest = min(block.mean_ms for block in variant(run, "eager").blocks)
+    own = judge.judged(run)[""]
+    assert own.slowed == pytest.approx(fastest / 9.0) and own.slowed > 1.05
+    variant(run, "eager").alone.step_ms = [9.0] * 19
+    assert not judge.judged(run)[""].slowed, "fewer steps than a block"
+    variant(run, "eager").alone.step_ms = [fastest / 1.04] * 20
+    assert not judge.judged(run)[""].slowed
+
+
+# ------------------------------------------------------------------------------------------------
+# Audits
+
+
+def test_an_audit_compares_movement_and_allows_what_is_declared():
+    assert verdict(audited(made_run())).fault is None
+    assert verdict(audited(made_run(), moved=[0.94])).fault == Fault.AUDIT
+    assert verdict(audited(made_run(), moved=[None])).fault == Fault.AUDIT
+    assert verdict(facts(audited(made_run(), losses=[1.0, 0.502]), tolerance=5e-3)).fault is None
+    assert verdict(audited(made_run(), losses=[1.0, None])).fault == Fault.AUDIT
+
+
+def test_a_single_audit_that_differs_by_rounding_accuses_nobody():
+    run = audited(made_run())
+    variant(run).audits[1].own.losses = [1.0, 0.504]
+    assert verdict(run).fault is None
+    variant(run).audits[1].own.losses = [1.0, 0.506]
+    assert verdict(run).fault == Fault.AUDIT
+
+
+def test_who_raises_in_an_audit_where_eager_trains_is_named():
+    run = audited(made_run())
+    variant(run).audits[1].own, variant(run).audits[1].raised = None, "AssertionError: no"
+    assert "it raised AssertionError: no, where eager trained" in verdict(run).reason
+    variant(run).audits[1].repetition = None
+    assert verdict(run).fault is None
+
+
+def test_an_audit_that_was_not_repeated_accuses_nobody():
+    run = audited(made_run(), losses=[3.0, 3.0])
+    for each in variant(run).audits:
+        each.repetition = None
+    assert verdict(run).fault is None
+    for each in variant(run).audits:
+        each.repetition = Trained(step_ms=[10.0], losses=[1.0, None], moved=[1.0])
+    assert verdict(run).fault is None, "eager's own losses were not finite there"
+
+
+def test_a_base_that_another_process_cannot_repeat_fails_itself():
+    run = audited(made_run())
+    facts(run, "eager", audits=audits(10.0, losses=[1.0, 0.6]))
+    assert verdict(run, "eager").fault == Fault.AUDIT and judge.judged(run)[""].ratio_of("graph_layer") is None
+    facts(run, "eager", audits=audits(10.0, losses=[1.0, 0.502]))
+    assert verdict(run, "eager").fault is None
+    facts(run, audits=audits(10.0, losses=[1.0, 0.5035]))
+    assert verdict(run).fault is None, "twice what the base differs by"
+
+
+def test_the_time_of_an_audit_counts_beyond_what_the_host_does_to_the_base():
+    assert verdict(audited(made_run(), step_ms=(12.4, 13.0))).fault is None
+    assert verdict(audited(made_run(), step_ms=(10.0, 99.0))).fault is None
+    run = change(audited(made_run(), step_ms=(13.0, 13.0)), busy_processes=4)
+    assert verdict(run).fault is None, "no quiet block to compare with"
+    assert verdict(audited(made_run(), base_ms=(10.0, 14.0), step_ms=(13.0, 13.0))).fault is None
+    assert verdict(audited(made_run(cycles=1), step_ms=(16.0, 16.0, 16.0))).fault == Fault.AUDIT_TIME
+
+
+def test_on_a_cpu_the_base_is_compared_with_what_repeats_the_audits():
+    run = audited(made_run(gpus=()), again_ms=6.0)
+    facts(run, "eager", audits=audits(10.0, 10.0, 10.0, again_ms=5.0))
+    assert judge.judged(run)[""].slowed == pytest.approx(10 / 5)
+    wide = made_run(gpus=(), cycles=1, names=("eager", "control"))
+    facts(wide, "eager", audits=audits(10.0, again_ms=5.0))
+    assert not judge.judged(wide)[""].slowed, "a control that says nothing"
+    facts(run, "eager", audits=audits(10.0, 10.0, 10.0, again_ms=8.1))
+    assert not judge.judged(run)[""].slowed
+
+
+# ------------------------------------------------------------------------------------------------
+# Blocks: one is enough on a GPU. Threads want three of eight on a CPU, where time accuses nobody
+
+OF_TIME = {
+    "clock": threefold,
+    "outside": lambda run, cycles: change(outside(run), cycles=cycles, whole_s=0.9),
+    "late work": lambda run, cycles: change(run, cycles=cycles, late_ms=30.0),
+    "audit": lambda run, cycles: audited(run, step_ms=(16.0, 16.0, 16.0)),
+}
+
+
+@pytest.mark.parametrize("make", OF_TIME.values(), ids=OF_TIME)
+def test_on_a_cpu_no_time_accuses_a_variant(make):
+    assert verdict(make(made_run(), range(8))).status == "failed"
+    assert verdict(make(made_run(gpus=()), range(8))).status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cycles", "wrong", "is_accused"),
+    [
+        (H200, 8, 1, True),
+        (H200, 1, 1, True),
+        ((), 8, 2, False),
+        ((), 8, 3, True),
+        ((), 16, 5, False),
+        ((), 16, 6, True),
+        ((), 3, 2, False),
+        ((), 3, 3, True),
+        ((), 2, 2, False),
+        ((), 1, 1, False),
+    ],
+)
+def test_blocks_that_show_more_threads(gpus, cycles, wrong, is_accused):
+    run = change(made_run(gpus=gpus, cycles=cycles), cycles=range(wrong), threads=4)
+    assert verdict(run).fault == (Fault.THREADS if is_accused else None)
+
+
+@pytest.mark.parametrize("gpus", [H200, ()])
+@pytest.mark.parametrize(
+    "values",
+    [{"replays": 19}, {"losses": [1.0, 0.6]}, {"losses": [1.0]}, {"moved": [0.5]}, {"late_change": True}],
+    ids=str,
+)
+def test_one_block_that_did_other_work_is_enough_on_any_device(values, gpus):
+    assert verdict(change(made_run(gpus=gpus, cycles=3), cycles=[2], **values)).status == "failed"
+
+
+def test_beside_busy_processes_a_gpu_is_looked_at_late():
+    run = change(made_run(busy=16), cycles=range(1, 16, 2), late_ms=30.0, parent_s=0.3)
+    assert verdict(run).fault is None
+    assert verdict(change(run, cycles=[4], late_ms=30.0)).fault == Fault.LATE_WORK
+
+
+@pytest.mark.parametrize(("parent_s", "one", "two"), [(0.1, True, False), (0.4, True, True), (0.19, False, False)])
+def test_the_slowest_steps_of_ranks_may_sum_to_more_than_any_rank_took(parent_s, one, two):
+    """20 steps of 10 ms: a shorter time on the other clock accuses one rank only, a longer one any number."""
+    for ranks, is_accused in ((1, one), (2, two)):
+        run = change(made_run(ranks=ranks), parent_s=parent_s)
+        assert (verdict(run).fault == Fault.CLOCK) == is_accused
+
+
+def test_a_burst_hidden_in_few_steps_counts_by_the_mean():
+    """No check accuses it: the mean step is the number, and the median stands beside it as the typical step."""
+    run = made_run(ms={"graph_layer": 10.0})
+    own = variant(run)
+    for block in own.blocks:
+        block.step_ms = [8.0] * 19 + [88.0]
+        block.parent_s = block.worker_s = sum(block.step_ms) / 1e3
+    found = judge.judged(run)[""]
+    assert found.verdicts["graph_layer"].status == "pass"
+    assert (found.ms("graph_layer"), found.typical_ms("graph_layer")) == pytest.approx((12.0, 8.0))
+    assert found.ratio_of("graph_layer").ratio == pytest.approx(10 / 12)
+    for block in variant(run, "eager").blocks:
+        block.step_ms = [14.0] * 19 + [34.0]
+        block.parent_s = sum(block.step_ms) / 1e3
+    assert found.ratio_of("graph_layer").ratio == pytest.approx(15 / 12)
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory
+
+
+def grown(run, name, mib):
+    """Let the memory in use before a block be larger by `mib` after each block of a variant."""
+    build, held = run.builds[""], 2**30
+    placed = [(block.cycle, block.place, each, block) for each, own in build.variants.items() for block in own.blocks]
+    for _, _, each, block in sorted(placed, key=lambda item: item[:2]):
+        block.held_bytes = held
+        held += mib * MIB if each == name else 0
+    return run
+
+
+def test_growth_in_enter_is_seen_over_the_cycles():
+    """760 MiB in eight blocks, of which none is inside of steps."""
+    run = grown(made_run(), "graph_layer", 95)
+    assert checks.growth_over_cycles(run.builds[""]) == 7 * 95 * MIB
+    assert checks.growth_over_cycles(run.builds[""], "graph_layer") == 7 * 95 * MIB
+    assert checks.growth_over_cycles(run.builds[""], "graph_layer", begin=1) == 6 * 95 * MIB
+    assert checks.growth_over_cycles(run.builds[""], "eager") == 0
+    assert verdict(run).fault == Fault.GROWTH and "665 MiB" in verdict(run).reason
+    assert verdict(run, "eager").status == "pass"
+    assert verdict(grown(made_run(), "graph_layer", 4)).fault is None
+
+
+def test_memory_that_the_next_block_gives_back_is_no_growth():
+    run = grown(made_run(), "graph_layer", 95)
+    for name in ("eager", "graph_layer"):
+        for block in variant(run, name).blocks:
+            block.held_bytes = 2**30 + (95 * MIB if block.place == 2 else 0)
+    assert checks.growth_over_cycles(run.builds[""]) == 0 and verdict(run).fault is None
+
+
+def test_growth_is_of_one_process_and_needs_memory_that_was_read():
+    run = grown(made_run(), "graph_layer", 95)
+    for name in ("eager", "graph_layer"):
+        for block in variant(run, name).blocks:
+            block.process = 100 * block.cycle + block.place
+    assert checks.growth_over_cycles(run.builds[""]) == 0
+    run = grown(made_run(), "graph_layer", 95)
+    assert checks.growth_over_cycles(change(change(run, "eager", held_bytes=None), held_bytes=None).builds[""]) == 0
+    assert checks.growth_over_cycles(made_run(cycles=2).builds[""]) == 0
+
+
+@pytest.mark.parametrize(("gpus", "mib"), [(H200, 32), ((), 64)])
+def test_growth_inside_of_steps_counts_from_the_first_cycle_on_and_on_a_cpu_from_the_second(gpus, mib):
+    first = change(made_run(gpus=gpus), cycles=[0], growth_bytes=900 * MIB)
+    assert (verdict(first).fault is None) == (not gpus)
+    run = made_run(gpus=gpus)
+    assert verdict(change(run, cycles=[3], growth_bytes=mib * MIB)).fault is None
+    assert verdict(change(run, cycles=[4], growth_bytes=MIB)).fault == Fault.GROWTH
+
+
+# ------------------------------------------------------------------------------------------------
+# Promises and training
+
+
+def test_graphs_that_were_promised_and_never_made():
+    assert "0 graphs made, 1 promised" in verdict(captured(made_run(), graphs=0)).reason
+    # Any number from one up.
+    run = captured(made_run(), graphs=0, promised_graphs=None)
+    assert verdict(run).fault == Fault.GRAPHS and "no graph made" in verdict(run).reason
+    run = captured(made_run(), promised_replays=None)
+    assert verdict(run).fault is None
+    assert verdict(change(run, cycles=[1], replays=0, expected_replays=0)).fault == Fault.REPLAYS
+
+
+def test_an_eager_variant_launches_nothing_by_graphs():
+    run = made_run(issue=(12.0, 8.0))
+    variant(run, "eager").profile.graph_share = 0.001
+    assert verdict(run, "eager").fault == Fault.GRAPH_SHARE
+    run = profiled(made_run(gpus=()), 0.06)
+    assert verdict(run).fault is None
+    assert verdict(profiled(run, 0.04)).fault == Fault.GRAPH_SHARE
+
+
+def test_a_graph_of_a_small_part_that_its_traits_name_launches_some_kernels():
+    run = profiled(made_run(), 0.002)
+    assert verdict(run).fault == Fault.GRAPH_SHARE
+    variant(run).traits = {"part": "the optimizer"}
+    assert verdict(run).fault is None
+    assert "0.0 % of the kernels, some are expected" in verdict(profiled(run, 0.0)).reason
+
+
+def test_watched_tensors_that_never_move():
+    """The median of the ratios of two is 1 where one of them stands still."""
+    run = change(change(made_run(), moved=[1.0, 1.0, 0.0]), "eager", moved=[1.0, 1.0, 1.0])
+    assert verdict(run).fault == Fault.MOVEMENT and "1 watched tensors" in verdict(run).reason
+    assert verdict(change(run, cycles=[5], moved=[1.0, 1.0, 0.9])).fault is None
+    # Neither does it in the reference.
+    assert verdict(change(change(run, moved=[1.0, 1.0, 0.0]), "eager", moved=[1.0, 1.0, 0.0])).fault is None
+    assert verdict(change(made_run(), "eager", moved=[]), "eager").fault == Fault.NOT_WATCHED
+
+
+def test_a_state_that_is_not_finite_is_no_state_that_stands_still():
+    run = change(made_run(), moved=[None])
+    assert verdict(run).fault == Fault.MOVEMENT and "not finite" in verdict(run).reason
+
+
+def test_where_the_bases_blocks_part_a_single_block_may_and_most_may_not():
+    """Kernels that are not deterministic: in one cycle the base has another loss in its last digits."""
+
+    def parted(**cycles):
+        run = change(made_run(cycles=3), "eager", cycles=[1], losses=[1.0, 0.5001])
+        for loss, where in cycles.values():
+            change(run, cycles=where, losses=[1.0, loss])
+        return run
+
+    assert 1e-4 < checks.scatter_of_losses(variant(parted(), "eager")) < 3e-4
+    assert verdict(parted(one=(0.503, [2]))).fault is None
+    assert "by 1.4e-02, two eager blocks" in verdict(parted(one=(0.507, [2]))).reason
+    assert "in most cycles" in verdict(parted(two=(0.503, [0, 2]))).reason
+
+
+def test_what_the_control_differs_by_is_allowed_to_others():
+    """GPT-3's pipeline on two H200s: eager's control parted by 1.2 %, and so did the graph of another library."""
+    run = change(made_run(names=("eager", "graph_layer", "control")), cycles=[2], losses=[1.0, 0.507])
+    assert verdict(run).fault == Fault.LOSSES
+    change(run, "control", cycles=[1], losses=[1.0, 0.506])
+    assert verdict(run).fault is None and verdict(run, "control").fault is None
+    assert verdict(change(run, cycles=[2], losses=[1.0, 0.515])).fault == Fault.LOSSES
+
+
+# ------------------------------------------------------------------------------------------------
+# Parity
+
+
+@pytest.mark.parametrize(
+    ("promise", "scatter", "own", "is_within"),
+    [
+        # Equal losses with other bits: only equal bits will do where the reference repeats itself.
+        ("bitwise", 0.0, [1.0], False),
+        (None, 0.0, [1.0], False),
+        (None, 1e-3, [1.0019], True),
+        (None, 1e-3, [1.0021], False),
+        ("bitwise", 1e-3, [1.0021], False),
+        (1e-3, 0.0, [1.0009], True),
+        (1e-3, 0.0, [1.0011], False),
+        (1e-3, 1e-2, [1.0011], False),
+        (1e-3, 0.0, [1.0, 1.0], False),
+        (1e-3, 0.0, [None], False),
+        (None, 1e-3, [], False),
+    ],
+)
+def test_parity_before_the_blocks(promise, scatter, own, is_within):
+    run = facts(made_run(), promise=promise, parity=course(*own))
+    facts(run, "eager", parity=[*course(1.0, digest="a"), *course(1.0 + scatter, digest="b" if scatter else "a")])
+    assert verdict(run).fault == (None if is_within else Fault.PARITY)
+    assert verdict(run).is_wrong_numbers == (not is_within)
+    assert verdict(run, "eager").status == "pass"
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "scatter", "own", "is_within"),
+    [
+        (None, 0.0, [1.000009], True),
+        (None, 0.0, [1.000011], False),
+        (None, 0.0, [1.05], False),
+        # Where eager's own runs part, a single course may by as much as a single block.
+        (None, 1e-3, [1.0099], True),
+        (None, 1e-3, [1.0101], False),
+        (None, 6e-3, [1.0119], True),
+        (None, 6e-3, [1.0121], False),
+        (1e-2, 0.0, [1.009], True),
+        (1e-2, 0.0, [1.011], False),
+        (None, 0.0, [], False),
+        (None, 0.0, [None], False),
+    ],
+)
+def test_parity_after_the_blocks(tolerance, scatter, own, is_within):
+    run = facts(made_run(), tolerance=tolerance, after=course(*own))
+    facts(run, "eager", after=[*course(1.0, digest="a"), *course(1.0 + scatter, digest="b")])
+    assert verdict(run).fault == (None if is_within else Fault.PARITY_AFTER)
+
+
+def test_a_thread_that_ends_between_the_bases_blocks_of_a_cycle_accuses_nobody():
+    run = made_run()
+    first = next(block for block in run.builds[""].variants["eager"].blocks if block.cycle == 5)
+    first.threads = 4
+    assert verdict(change(run, cycles=[5], threads=4)).fault is None
+    assert verdict(change(run, cycles=[5], threads=5)).fault == Fault.THREADS
+
+
+def test_after_the_blocks_the_scatter_of_the_bases_blocks_counts_too():
+    run = facts(made_run(), after=course(1.0019))
+    assert verdict(run).fault == Fault.PARITY_AFTER
+    assert verdict(change(run, "eager", cycles=[1], losses=[1.0, 0.5005])).fault is None
+
+
+def test_a_verdict_says_how_near_both_parities_were():
+    run = made_run()
+    assert (verdict(run).parity, verdict(run).after) == ("bitwise", "bitwise")
+    assert (verdict(facts(run, after=course(1.000005))).parity, verdict(run).after) == ("bitwise", "5.0e-06")
+    run = facts(made_run(), promise=1e-2, parity=[Course(hashes=["h", "x", "y"], losses=[1.0, 1.0, 1.001])])
+    facts(run, "eager", parity=[Course(hashes=["h", "h", "h"], losses=[1.0, 1.0, 1.0])])
+    assert verdict(run).parity == "1.0e-03"
+    facts(run, promise=1e-4)
+    assert verdict(run).reason == "parity: differs by 1.0e-03 from step 1"
+
+
+@pytest.mark.parametrize("missing", ["parity", "after"])
+def test_a_variant_that_nothing_compares_fails_unless_the_blocks_are_the_parity(missing):
+    when = {"parity": "before", "after": "after"}[missing]
+    for name in ("graph_layer", "eager"):
+        run = facts(made_run(), name, **{missing: []})
+        assert verdict(run).fault == Fault.NOT_COMPARED and f"{when} its blocks" in verdict(run).reason
+    run = facts(made_run(), parity=[], after=[])
+    run.parity = "blocks"
+    assert verdict(run).status == "pass"
+    assert verdict(change(run, cycles=[5], losses=[1.0, 0.6])).fault == Fault.LOSSES
+    assert verdict(facts(made_run(), reference="gone")).fault == Fault.NOT_COMPARED
+
+
+# ------------------------------------------------------------------------------------------------
+# What a worker raised, and files of schema 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "is_fine"),
+    [
+        ("unsupported", "unsupported", True),
+        ("oom", "oom", True),
+        ("capture_failed", "capture_failed", False),
+        ("numerics_failed", "numerics_failed", False),
+        ("timeout", "timeout", False),
+        ("error", "failed", False),
+        ("changed_settings", "failed", False),
+        ("moved_state", "failed", False),
+    ],
+)
+def test_what_a_worker_raised_is_the_status(kind, status, is_fine):
+    run = facts(made_run(), raised=Raised(kind=kind, reason="said"))
+    assert (verdict(run).status, verdict(run).reason) == (status, "said")
+    assert judge.is_sound(run) == is_fine
+    assert verdict(run).is_wrong_numbers == (kind == "numerics_failed")
+
+
+def test_a_sealed_failure_stays_and_a_sealed_pass_is_still_checked():
+    run = facts(made_run(), sealed=SEALED, parity=[])
+    assert (verdict(run).fault, verdict(run).reason) == (Fault.SEALED, "as sealed")
+    passed = Sealed(status="pass", reason="", parity="bitwise")
+    run = facts(made_run(), sealed=passed, parity=[], after=[])
+    assert (verdict(run).status, verdict(run).parity) == ("pass", "bitwise")
+    assert verdict(change(run, cycles=[5], late_ms=30.0)).fault == Fault.LATE_WORK
+    passed.parity = ""
+    assert verdict(run).fault == Fault.NOT_COMPARED
+
+
+def test_published_failures_stay_failed():
+    path = RESULTS / "h200x1" / "llama2_lora-bench" / "20261125T034442Z-6c712fa9.json"
+    found = judge.judged(run_file.read(path))[""]
+    assert found.verdicts["graph_layer"].fault == Fault.SEALED and found.verdicts["graph_step"].fault == Fault.SEALED
+    assert found.verdicts["eager"].status == "pass" and found.ratio_of("graph_layer") is None
+
+
+# ------------------------------------------------------------------------------------------------
+# The base, and gains
+
+
+def eagers(**ms):
+    names = ("eager", "eager_twin", "graph_layer", "control")
+    return made_run(names=names, ms={"graph_layer": 5.0, **ms})
+
+
+def base_of(run):
+    return judge.judged(run)[""].base
+
+
+def test_the_base_is_eager_unless_another_is_faster_for_sure():
+    assert base_of(eagers(eager_twin=10.5)) == "eager"
+    assert base_of(eagers(eager_twin=9.9)) == "eager_twin"
+    # The interval contains 1.
+    assert base_of(eagers(eager_twin=[9.0, 10.9])) == "eager"
+    # The control is the base once more.
+    assert base_of(eagers(control=9.0)) == "eager"
+
+
+def test_an_eager_that_failed_or_does_more_work_is_no_base():
+    run = eagers(eager_twin=9.0)
+    assert base_of(facts(run, "eager_twin", traits={"extra_work": "pads"})) == "eager"
+    run = change(eagers(eager_twin=9.0), "eager_twin", cycles=[5], losses=[1.0, 0.6])
+    assert verdict(run, "eager_twin").status == "failed" and base_of(run) == "eager"
+    run = facts(eagers(eager_twin=10.5), "eager", raised=Raised(kind="oom", reason="large"))
+    assert base_of(run) == "eager_twin"
+    run = facts(run, "eager_twin", raised=Raised(kind="oom", reason="large"))
+    assert base_of(run) == "" and judge.judged(run)[""].ratio_of("graph_layer") is None
+
+
+def test_ratios_are_to_the_base_and_the_controls_to_what_it_repeats():
+    found = judge.judged(eagers(eager_twin=9.0, control=10.0))[""]
+    assert found.ratio_of("graph_layer").ratio == pytest.approx(9 / 5)
+    assert found.ratio_of("eager").ratio == pytest.approx(9 / 10)
+    assert found.ratio_of("eager_twin") is None
+    assert found.ratio_of("control").ratio == pytest.approx(1.0)
+
+
+def test_the_ceiling_is_the_bases_step_over_its_busy_time():
+    found = judge.judged(made_run(issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 8.1}))[""]
+    assert found.ceiling("graph_layer") == found.ceiling("eager") == pytest.approx(1.5)
+    assert found.reached("graph_layer") == pytest.approx(8.0 / 8.1) and found.reached("eager") is None
+    assert judge.judged(made_run())[""].ceiling("graph_layer") is None
+
+
+def test_the_ceiling_of_a_compiled_graph_is_that_of_the_compiled_program():
+    run = made_run(names=("eager", "compile", "reduce_overhead"), issue=(12.0, 8.0), ms={"eager": 12.0})
+    for name, busy_ms in (("compile", 6.0), ("reduce_overhead", 5.9)):
+        facts(run, name, kind="compile", profile=Profile(busy_ms=busy_ms))
+        change(run, name, replays=0, expected_replays=0)
+        variant(run, name).capture = Capture(graphs=int(name != "compile"))
+    found = judge.judged(run)[""]
+    assert found.uncaptured("reduce_overhead") == "compile" and found.ceiling("reduce_overhead") == pytest.approx(2.0)
+    assert found.uncaptured("compile") == "" and found.ceiling("compile") is None
+
+
+@pytest.mark.parametrize(
+    ("ms", "made_s", "steps"),
+    [([8.0, 8.01], 6.0, 3008), ([8.0, 8.01], None, None), ([12.0, 12.01], 6.0, None), ([9.0, 11.2], 6.0, None)],
+)
+def test_capture_is_paid_back_after_the_steps_that_gain_its_seconds(ms, made_s, steps):
+    run = made_run(ms={"graph_layer": ms})
+    variant(run).capture.made_s = made_s
+    assert judge.judged(run)[""].paid_back("graph_layer") == steps
+
+
+def test_issue_is_the_median_over_blocks_and_at_most_the_step():
+    run = made_run(issue=(12.0, 8.0))
+    assert judge.judged(run)[""].issue_ms("eager") == 10.0  # a step takes 10 ms
+    for block, issued in zip(variant(run).blocks, (1, 2, 3, 4, 5, 6, 7, 99), strict=True):
+        block.issue_ms = [issued, issued, 200.0]
+    assert judge.judged(run)[""].issue_ms("graph_layer") == 4.5
+    assert judge.judged(made_run())[""].issue_ms("eager") is None
+
+
+def test_quiet_and_contended_cycles_are_apart():
+    found = judge.judged(made_run(busy=16, ms={"eager": [10.0, 20.0], "graph_layer": 8.0}))[""]
+    assert found.ratio_of("graph_layer").ratio == pytest.approx(1.25)
+    assert found.ratio_of("graph_layer", busy=True).ratio == pytest.approx(2.5)
+    assert found.quiet_cycles == 8
+
+
+def test_memory_alone_and_energy():
+    run = made_run(alone={"eager": 4 * 2**30, "graph_layer": 5 * 2**30})
+    found = judge.judged(run)[""]
+    assert (found.alone_bytes("graph_layer"), found.added_bytes("graph_layer")) == (5 * 2**30, 2**30)
+    for block in variant(run).blocks:
+        block.gpu = GpuState(sm_mhz=1500.0, power_w=500.0)
+    assert found.joules("graph_layer") == pytest.approx(5.0) and found.sm_mhz("graph_layer") == 1500.0
+    assert found.joules("eager") is None and found.sm_mhz("eager") is None
+
+
+def test_steps_that_differ_in_kind_have_a_typical_step_and_no_rate():
+    run = made_run(ms={"graph_layer": [[4.0, 4.0, 4.0, 20.0, 20.0, 30.0]]})
+    build = run.builds[""]
+    build.flops_per_step = 8e12
+    found = judge.judged(run)[""]
+    assert found.typical_ms("graph_layer") == pytest.approx(12.0) and found.tflops("graph_layer") is not None
+    change(run, classes=[0, 0, 0, 1, 1, 1])
+    assert found.typical_ms("graph_layer") == pytest.approx((4 + 20) / 2) and found.tflops("graph_layer") is None
+    assert found.ms("graph_layer") == pytest.approx(82 / 6)
+    assert found.tflops("eager") == pytest.approx(800.0) and math.isclose(found.ms("eager"), 10.0)
+
+
+def test_without_a_base_that_passed_nothing_is_compared_not_even_the_control():
+    run = made_run(names=("eager", "graph_layer", "control"))
+    own = judge.judged(change(run, "eager", parent_s=3.0))[""]
+    assert own.verdicts["eager"].fault == Fault.CLOCK and own.base == ""
+    assert own.ratio_of("graph_layer") is None and own.ratio_of("control") is None
+    assert own.ceiling("graph_layer") is None

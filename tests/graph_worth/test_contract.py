@@ -1,0 +1,135 @@
+"""graph_worth/contract.py, graph_worth/script/session.py: mistakes of a script in one line, promises that depend on the config."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MINIMAL = (ROOT / "examples" / "minimal" / "train.py").read_text().replace("examples.minimal", "mine")
+GRAPH = '@variant("graph_step", kind="graph", help="the whole step in one graph", graphs=1, '
+PARITY = 'graphs=1, parity="bitwise"'
+STEP = "            run.step(index)\n"
+
+
+@pytest.fixture
+def train(tmp_path):
+    """train(*arguments, changes): run the smallest model's script with some of its text replaced."""
+
+    def run(*arguments, **changes):
+        text = MINIMAL
+        for old, new in changes.get("replaced", ()):
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "mine" / "train.py").write_text(text)
+        for name, content in changes.get("files", {}).items():
+            (tmp_path / "mine" / name).write_text(content)
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "mine.train", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_script_outside_of_the_repository_trains_by_its_own_loop(train):
+    noted = [(STEP, '            print("step", index)\n' + STEP)]
+    done = train("--variant", "graph_step", "--steps", "3", replaced=noted)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("step ") and "ms" not in line] == ["step 0", "step 1", "step 2"]
+    assert any(line.split()[:3] == ["graphs", "1", "3"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        (
+            GRAPH,
+            GRAPH.replace("graph_step", "eager"),
+            "variant 'eager' is declared at mine/train.py:67",
+        ),
+        (GRAPH, GRAPH.replace('kind="graph"', 'kind="fast"'), "kind 'fast' is not one of eager, graph, compile"),
+        (GRAPH, GRAPH + 'reference="none", ', "reference 'none' of graph_step is no variant"),
+        (GRAPH, GRAPH + 'reference="graph_step", ', "reference 'graph_step' of graph_step is no step function"),
+        ('"eager", kind', '"plain", kind', "no step is declared as @variant('eager', kind='eager')"),
+        (GRAPH, GRAPH + "formerly=str(1), ", "of a variant are literals"),
+        *(
+            (PARITY, f"graphs=1, parity={text}", said)
+            for text, said in {
+                'float("nan")': "of a variant are literals",
+                "1e999": "parity inf is not 'bitwise', None, or a float",
+                "-1e-3": "parity -0.001 is not",
+                "1.0": "parity 1.0 is not",
+                "0": "parity 0 is not",
+                '"near"': "parity 'near' is not",
+            }.items()
+        ),
+        (GRAPH, GRAPH + "**{}, ", "the keywords of a variant stand in its decorator, without **"),
+        (
+            'parse("mine", Config, presets)',
+            'parse("mine", Config, presets, files=["more"])',
+            "there is no mine/more.py",
+        ),
+    ],
+)
+def test_mistakes_of_a_declaration_are_one_line_before_torch_is_imported(train, old, new, message):
+    done = train("--help", replaced=[(old, new)])
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("python -m mine.train: ") and message in done.stderr
+
+
+@pytest.mark.slow
+def test_a_build_that_returns_something_else_is_one_line(train):
+    done = train("--steps", "2", replaced=[("    return Training(state=state,", "    return dict(state=state,")])
+    assert done.returncode == 2
+    assert done.stderr == "python -m mine.train: build returned a dict, not a graph_worth.contract.Training\n"
+
+
+@pytest.mark.slow
+def test_a_mistake_that_build_finds_is_one_line(train):
+    refuses = "    if config.width % 4:\n        raise ValueError(f'--width {config.width}: takes a multiple of 4')\n"
+    done = train(
+        "--width",
+        "6",
+        replaced=[("    state = State(config, device)\n", refuses + "    state = State(config, device)\n")],
+    )
+    assert done.returncode == 2 and done.stderr == "python -m mine.train: --width 6: takes a multiple of 4\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--steps", "5"), ("--parity",)])
+def test_a_loop_that_ends_early_fails(train, flags):
+    done = train(*flags, replaced=[(STEP, STEP + "            if index == 2:\n                break\n")])
+    assert done.returncode == 1
+    assert "failed: the loop in mine/train.py made 3 of " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_loop_that_leaves_a_step_out_fails(train):
+    done = train("--steps", "5", replaced=[(STEP, "            if index != 2:\n    " + STEP)])
+    assert done.returncode == 1 and "failed: the loop in mine/train.py made 4 of 5 steps" in done.stdout
+
+
+@pytest.mark.slow
+def test_two_codes_of_one_name_are_told_apart_by_the_config(train):
+    both = (
+        '@variant("graph_step", kind="graph", graphs=lambda c: c.batch, replays=1, when=lambda c: c.batch == 1)\n'
+        'def other(state, capture):\n    """never captured"""\n    raise ValueError("the other code")\n\n\n'
+    )
+    narrow = [(GRAPH, both + GRAPH + "when=lambda c: c.batch != 1, ")]
+    assert train("--variant", "graph_step", "--steps", "2", replaced=narrow).returncode == 0
+    done = train("--variant", "graph_step", "--steps", "2", "--batch", "1", replaced=narrow)
+    assert done.returncode == 1 and "failed: the other code" in done.stdout
+    unknown = [(GRAPH, GRAPH + "when=lambda c: c.batch == 1, ")]
+    done = train("--variant", "graph_step", "--steps", "2", replaced=unknown)
+    assert done.returncode == 3 and "unsupported: graph_step has no code for these settings" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_graph_that_was_promised_and_not_made_fails(train):
+    done = train("--variant", "graph_step", "--steps", "2", replaced=[(GRAPH, GRAPH.replace("graphs=1", "graphs=2"))])
+    assert done.returncode == 1 and "failed: 1 graphs made, 2 promised" in done.stdout

@@ -1,0 +1,103 @@
+"""graph_worth/your_step/modules.py: graphs of the modules around a host read train bit for bit as eager does."""
+
+import pytest
+import torch
+
+from graph_worth.made_variant import Unsupported, enter, leave
+from graph_worth.your_step.doctor import making
+from graph_worth.your_step.graphs import CompiledModules, eager_step
+from graph_worth.your_step.modules import GraphedModules
+from graph_worth.your_step.state import StepState
+
+STEP = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x))
+        if x.abs().max() > 1e6:
+            raise FloatingPointError
+        return TWICE
+
+def build(device):
+    torch.manual_seed(0)
+    model = Model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batches = [torch.randn(8, 16) for _ in range(3)]
+    def step(batch):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = (model(batch.to(device)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+    return step, batches, [model, optimizer]
+"""
+
+
+def made(tmp_path, last):
+    path = tmp_path / "step.py"
+    path.write_text(STEP.replace("TWICE", last))
+    state = StepState(f"{path}:build", torch.device("cpu"), "test")
+    return state, making(GraphedModules)(state)
+
+
+def course(state, step, count=6):
+    state.reset()
+    for index in range(count):
+        step(index)
+    return state.results(count), [tensor.clone() for _, tensor in state.named_state()]
+
+
+def test_the_modules_around_a_host_read_are_graphs_and_train_as_eager_does(tmp_path):
+    state, variant = made(tmp_path, "self.layers[2](x)")
+    assert variant.capture.strategy == "forward and backward of layers.0, layers.1, layers.2"
+    wanted = course(state, lambda index: eager_step(state, index))
+    enter(variant)
+    found = course(state, variant.step)
+    assert variant.capture.num_replays == 6 * variant.replays_of(0) == 36
+    leave(variant)
+    again = course(state, lambda index: eager_step(state, index))
+    for each in (found, again):
+        assert each[0] == wanted[0] and all(map(torch.equal, each[1], wanted[1]))
+    variant.close()
+
+
+def test_a_module_that_is_called_twice_stays_eager(tmp_path):
+    _, variant = made(tmp_path, "self.layers[2](self.layers[2](x))")
+    assert variant.capture.strategy == "forward and backward of layers.0, layers.1"
+
+
+def test_batches_of_two_shapes_are_unsupported(tmp_path):
+    path = tmp_path / "step.py"
+    source = STEP.replace("TWICE", "x").replace("torch.randn(8, 16) for _ in", "torch.randn(8 + i, 16) for i in")
+    path.write_text(source)
+    with pytest.raises(Unsupported, match="several shapes"):
+        making(GraphedModules)(StepState(f"{path}:build", torch.device("cpu"), "test"))
+
+
+@pytest.mark.gpu
+def test_compiled_modules_drop_what_eager_drops(tmp_path):
+    path = tmp_path / "step.py"
+    path.write_text(STEP.replace("TWICE", "self.layers[2](x)").replace(", 0.1,", ", 0.5,"))
+    state = StepState(f"{path}:build", torch.device("cuda", 0), "test")
+    compiled = making(CompiledModules)(state)
+    expected, _ = course(state, lambda index: eager_step(state, index))
+    enter(compiled)
+    try:
+        losses, _ = course(state, compiled.step)
+    finally:
+        leave(compiled)
+    torch.testing.assert_close(torch.as_tensor(losses), torch.as_tensor(expected), rtol=1e-2, atol=0)
