@@ -1,1 +1,1 @@
-"""The harness: it measures training scripts and knows no model."""
+"""The commands and pages of the suite, on top of the instrument: they know no model."""

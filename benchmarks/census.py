@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from graph_worth.files import write_text
+from graph_worth.folders import OWN_STEP
 from graph_worth.harness import ask, command, judge, measure, run, script
 from graph_worth.harness.ask import Options
 from graph_worth.harness.command import Mistake, amount, positive, shown
@@ -23,8 +25,6 @@ from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Census, Run
 from graph_worth.harness.pages import run_table
 from graph_worth.harness.processes import launch, locks
-from graph_worth.files import write_text
-from graph_worth.folders import OWN_STEP
 from graph_worth.text import printable
 
 CYCLES, LIMIT_MINUTES = 4, 8.0

@@ -10,10 +10,10 @@ Exit status: 0; 1 where a file could not be read, which is named; 2 for a mistak
 import sys
 from pathlib import Path
 
-from graph_worth.harness import command
 from benchmarks import runs
-from graph_worth.harness.command import Mistake, shown
 from benchmarks.pages import tables
+from graph_worth.harness import command
+from graph_worth.harness.command import Mistake, shown
 
 
 def found_in(root: str) -> runs.Found:

@@ -13,10 +13,10 @@ import math
 import sys
 from dataclasses import dataclass
 
-from graph_worth.harness import command, intervals as statistics
-from graph_worth.harness.command import Mistake
 from benchmarks.compare import found_in
 from benchmarks.runs import Row
+from graph_worth.harness import command, intervals
+from graph_worth.harness.command import Mistake
 from graph_worth.text import printable
 
 
@@ -35,7 +35,7 @@ class Change:
         """Return whether the change is more than chance, or the variant passes on one side alone."""
         if self.change is None or self.bound is None:
             return self.new is None or self.old.status != self.new.status
-        return abs(self.change) > max(self.bound, statistics.SAME)
+        return abs(self.change) > max(self.bound, intervals.SAME)
 
     def text(self) -> str:
         """One line."""
@@ -45,7 +45,7 @@ class Change:
             reason = self.new.newest.verdict.reason
             why = f" ({reason})" if reason else ""
             return printable(f"{self.name}: {self.old.status} before, {self.new.status} now{why}")
-        hosts = "" if min(len(self.old.hosts), len(self.new.hosts)) >= statistics.LEAST_HOSTS else ", on few hosts"
+        hosts = "" if min(len(self.old.hosts), len(self.new.hosts)) >= intervals.LEAST_HOSTS else ", on few hosts"
         numbers = f"{self.old.ratio:.3f}x before, {self.new.ratio:.3f}x now"
         chance = f"chance is {100 * self.bound:.1f} %" if self.bound < 10 else "too few cycles to tell"
         return f"{self.name}: {numbers}: {100 * self.change:+.1f} %, {chance}{hosts}"
@@ -71,7 +71,7 @@ def _change(old, new, both):
     variance = sum(error**2 for error, _ in sides)
     # Welch and Satterthwaite.
     freedom = variance**2 / sum(error**4 / free for error, free in sides) if variance else 1.0
-    factor = statistics.student_t(1 - (1 - statistics.CONFIDENCE) / both / 2, freedom)
+    factor = intervals.student_t(1 - (1 - intervals.CONFIDENCE) / both / 2, freedom)
     return Change(name, old, new, new.ratio / old.ratio - 1, math.expm1(min(factor * math.sqrt(variance), 50.0)))
 
 
@@ -79,12 +79,12 @@ def _spread(row):
     """(standard error of the logarithm of the ratio, degrees of freedom): of its runs, or of one run's cycles."""
     if len(row.ratios) > 1:
         logs = [math.log(ratio.ratio) for ratio in row.ratios]
-        return statistics.deviation(logs) / math.sqrt(len(logs)), len(logs) - 1
+        return intervals.deviation(logs) / math.sqrt(len(logs)), len(logs) - 1
     (ratio,) = row.ratios
     if ratio.cycles < 2:
         return 50.0, 1
     freedom = ratio.cycles - 1
-    return math.log1p(ratio.half_width) / statistics.student_t((1 + statistics.CONFIDENCE) / 2, freedom), freedom
+    return math.log1p(ratio.half_width) / intervals.student_t((1 + intervals.CONFIDENCE) / 2, freedom), freedom
 
 
 def judge(args) -> int:

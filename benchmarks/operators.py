@@ -15,13 +15,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from graph_worth.files import write_text
+from graph_worth.folders import ROOT
 from graph_worth.harness.command import RUNS, Mistake, exit_status, parser_of, positive, shown, words_of
 from graph_worth.harness.files.partial import utc
 from graph_worth.harness.processes import launch
 from graph_worth.harness.processes.gpus import find_gpus
 from graph_worth.harness.run import SOURCE
-from graph_worth.files import write_text
-from graph_worth.folders import ROOT
 from graph_worth.text import printable
 
 # A sample that takes longer hangs.

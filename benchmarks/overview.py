@@ -8,17 +8,17 @@ import statistics
 import sys
 from pathlib import Path
 
-from graph_worth.harness import command
 from benchmarks import runs
-from graph_worth.harness.command import shown
 from benchmarks.compare import found_in
-from graph_worth.harness.files.workload import Workload
-from graph_worth.harness.judge import PASS
 from benchmarks.pages import readme, tables
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.runs import Row
 from graph_worth.files import write_text
 from graph_worth.folders import ROOT
+from graph_worth.harness import command
+from graph_worth.harness.command import shown
+from graph_worth.harness.files.workload import Workload
+from graph_worth.harness.judge import PASS
 
 # A table for people has at most eight columns.
 TIME = ("workload", "variant", "typical ms", "issue ms", "busy ms", "reached", "kernels", "in graphs")

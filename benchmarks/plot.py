@@ -11,10 +11,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from graph_worth.harness import command
 from benchmarks import runs
-from graph_worth.harness.command import Mistake, shown
 from graph_worth.files import write_text
+from graph_worth.harness import command
+from graph_worth.harness.command import Mistake, shown
 
 
 def draw(found: runs.Found, folder: Path) -> tuple[dict[str, str], dict[str, str]]:

@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 
 from benchmarks import runs
+from benchmarks.pages import tables
+from graph_worth.files import write_text
+from graph_worth.folders import ROOT
 from graph_worth.harness.command import parser_of
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Census, Run, digits, folder_of
 from graph_worth.harness.files.run_file import CENSUS
-from graph_worth.harness.judge import judged
-from benchmarks.pages import tables
-from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.harness.intervals import LEAST_CYCLES
-from graph_worth.files import write_text
-from graph_worth.folders import ROOT
+from graph_worth.harness.judge import judged
+from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.machine.source import last_commits, source_hash_of_commit
 from graph_worth.text import printable
 

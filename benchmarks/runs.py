@@ -4,22 +4,23 @@ A row never mixes bases. Several runs of one host count as one host. Hosts of th
 the same kernels there.
 """
 
-import statistics as plain
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from graph_worth.harness import intervals as statistics
+import intervals as plain
+
 from benchmarks import archive
-from graph_worth.harness.files import run_file
 from benchmarks.archive import ArchivedHost
+from graph_worth.folders import ROOT
+from graph_worth.harness import intervals
+from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run, Variant
 from graph_worth.harness.files.workload import Workload, workload_of
-from graph_worth.harness.judge import PASS, Judged, Verdict, judged
 from graph_worth.harness.intervals import Ratio
-from graph_worth.folders import ROOT
+from graph_worth.harness.judge import PASS, Judged, Verdict, judged
 
 NUMBER_WORDS = {1: "one host", 2: "two hosts"}
 # Ends the label of a user's step that a newer run measured with another file.
@@ -241,7 +242,7 @@ class Row:
     @property
     def word(self) -> str:
         """faster, slower, same or unclear on one host, "" without an interval."""
-        return statistics.word(self.ratios[0]) if self.interval else ""
+        return intervals.word(self.ratios[0]) if self.interval else ""
 
     @property
     def is_committed(self) -> bool:

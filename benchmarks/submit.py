@@ -21,12 +21,12 @@ import shutil
 import sys
 from pathlib import Path
 
-from graph_worth.harness import ask, command, run, script
 from benchmarks import sweep
-from graph_worth.harness.command import RUNS, Mistake, shown, words_of
-from benchmarks.slurm import jobs as queue
+from benchmarks.slurm import jobs
 from graph_worth.config import flag_of
 from graph_worth.folders import ROOT
+from graph_worth.harness import ask, command, run, script
+from graph_worth.harness.command import RUNS, Mistake, shown, words_of
 
 SCRIPTS = Path("benchmarks", "slurm")
 # Options of sbatch that would break what this command promises.
@@ -266,15 +266,15 @@ def submit(plan: Plan) -> int:
     if not shutil.which("sbatch"):
         print("nothing submitted: no sbatch on PATH, so that Slurm has not checked this")
         return 0 if is_dry else 1
-    environment = queue.inherited(plan.environment)
+    environment = jobs.inherited(plan.environment)
     collate = [word for word in plan.sbatch_collate("JOB") if "dep" not in _name(word)]
-    queue.check(plan.sbatch_bench(), collate, environment=environment)
+    jobs.check(plan.sbatch_bench(), collate, environment=environment)
     if is_dry:
         print("nothing submitted (--dry-run); Slurm would take both jobs")
         return 0
     for folder in (plan.base, *plan.folders):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-    job, collate_job = queue.submit(plan.sbatch_bench(), plan.sbatch_collate, environment)
+    job, collate_job = jobs.submit(plan.sbatch_bench(), plan.sbatch_collate, environment)
     print(f"job {job}  {len(plan.items)} {'tasks' if len(plan.items) > 1 else 'task'}; squeue --job {job}")
     tables = shown(plan.base / "logs" / f"collate-{collate_job}.out")
     print(f"job {collate_job}  tables in {tables}, when {job} has ended, well or not")
@@ -287,7 +287,7 @@ def main(argv=None) -> int:
     args = parse(argv)
     stopped = "\nstopped, nothing submitted"
     return command.exit_status(
-        "python -m benchmarks.submit", lambda: submit(Plan(args)), (queue.Refused,), stopped=stopped
+        "python -m benchmarks.submit", lambda: submit(Plan(args)), (jobs.Refused,), stopped=stopped
     )
 
 

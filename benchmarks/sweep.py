@@ -18,7 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from graph_worth.harness import ask, command, judge, run, script, intervals as statistics
+from graph_worth.config import flag_of
+from graph_worth.harness import ask, command, intervals, judge, run, script
 from graph_worth.harness.command import Mistake, shown
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run
@@ -26,7 +27,6 @@ from graph_worth.harness.judge import FAILED, PASS, Judged
 from graph_worth.harness.pages import run_table
 from graph_worth.harness.pages.run_table import milliseconds
 from graph_worth.harness.processes import launch
-from graph_worth.config import flag_of
 from graph_worth.text import printable, without_folders
 
 OWN = {"--variants": "a sweep compares eager with one variant, --variant", "--label": "a sweep names its folders"}
@@ -211,7 +211,7 @@ class Sweep:
             return (str(point.value), "", "", "", "", point.status, "", "", "")
         issue_ms, busy_ms = milliseconds(own.issue_ms(own.base, busy)), milliseconds(own.busy_ms(own.base))
         at_most = run_table.times(own.ceiling(self.variant, busy))
-        return (str(point.value), *run_table.ratio_cells(ratio), statistics.word(ratio), issue_ms, busy_ms, at_most)
+        return (str(point.value), *run_table.ratio_cells(ratio), intervals.word(ratio), issue_ms, busy_ms, at_most)
 
 
 def _variants(variant, described) -> list[str]:

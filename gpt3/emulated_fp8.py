@@ -5,8 +5,8 @@ import contextlib
 import torch
 from torch.nn import functional as F
 
-from graph_worth.parallel import collectives
 from common.precision.fp8 import E4M3_MAX, E5M2_MAX, NoScaling
+from graph_worth.parallel import collectives
 
 
 class EmulatedScaling(NoScaling):

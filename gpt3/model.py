@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from graph_worth.parallel import collectives
 from common.parallel.differentiable_collectives import (
     cross_entropy,
     gather_from_sequence,
@@ -24,6 +23,7 @@ from common.parallel.differentiable_collectives import (
 from common.parallel.groups import fill_
 from gpt3.config import Config
 from gpt3.emulated_fp8 import EmulatedLinear
+from graph_worth.parallel import collectives
 
 INIT_STD = 0.006  # MLPerf GPT-3: all weights, no depth scaling
 NORM_EPS = 1e-5

@@ -5,21 +5,21 @@ from functools import cached_property
 
 import torch
 
-from graph_worth.capture.pool import StaticInputs
-from graph_worth.machine import host_state
-from graph_worth.measuring.marks import section
 from common.data import token_files
 from common.history import History
 from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
-from graph_worth.parallel import collectives
 from common.parallel.groups import Ranks, make_groups
-from graph_worth.parallel.host_messages import of_all_ranks
 from common.precision.fp8 import NoScaling
-from graph_worth.made_variant import Unsupported
 from gpt3.config import Config, fit, require
 from gpt3.emulated_fp8 import EmulatedScaling
 from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
+from graph_worth.capture.pool import StaticInputs
+from graph_worth.machine import host_state
+from graph_worth.made_variant import Unsupported
+from graph_worth.measuring.marks import section
+from graph_worth.parallel import collectives
+from graph_worth.parallel.host_messages import of_all_ranks
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}

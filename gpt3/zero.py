@@ -17,8 +17,8 @@ import torch
 
 from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
-from graph_worth.parallel import collectives
 from common.parallel.buckets import GradientBuckets, move_into, reduce_norm_
+from graph_worth.parallel import collectives
 
 BUCKET_BYTES = 256 * 2**20
 

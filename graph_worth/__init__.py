@@ -1,0 +1,50 @@
+"""What CUDA graphs are worth in training: the instrument that measures it, for this suite's scripts and for your own.
+
+    from graph_worth import Pool, session, variant
+
+Names are imported when they are asked for: `import graph_worth` costs no torch. No module in this folder has one of
+these names: `import graph_worth.pool` would put the module in the place of what `from graph_worth import pool` gives.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graph_worth.capture.pool import CaptureError as CaptureError
+    from graph_worth.capture.pool import Pool as Pool
+    from graph_worth.config import needs as needs
+    from graph_worth.config import option as option
+    from graph_worth.contract import Timing as Timing
+    from graph_worth.contract import Training as Training
+    from graph_worth.contract import parse as parse
+    from graph_worth.contract import variant as variant
+    from graph_worth.made_variant import Unsupported as Unsupported
+    from graph_worth.measuring.marks import mark as mark
+    from graph_worth.measuring.marks import section as section
+    from graph_worth.script.session import session as session
+
+_MODULES = {
+    "CaptureError": "capture.pool",
+    "Pool": "capture.pool",
+    "Timing": "contract",
+    "Training": "contract",
+    "Unsupported": "made_variant",
+    "mark": "measuring.marks",
+    "needs": "config",
+    "option": "config",
+    "parse": "contract",
+    "section": "measuring.marks",
+    "session": "script.session",
+    "variant": "contract",
+}
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__():
+    return sorted([*globals(), *_MODULES])

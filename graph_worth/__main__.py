@@ -1,6 +1,7 @@
-"""The command graph-worth of an installed suite; the wheel has this file as graph_worth/__init__.py.
+"""The command graph-worth, or python -m graph_worth.
 
     graph-worth measure my_step.py:build --python .venv/bin/python     eager against graphs
+    graph-worth bench --model my_model                                 variants of my_model/train.py, by the contract
     graph-worth doctor my_step.py:build --python .venv/bin/python      the lines that a graph cannot hold
     graph-worth watch -- python train.py                               what a graph could gain in a script as it is
     graph-worth host                                                   microseconds of this host's operators
@@ -11,11 +12,11 @@ This interpreter needs no torch. `graph-worth COMMAND --help` lists flags and ex
 
 import importlib
 import sys
-from pathlib import Path
 
 # Command -> its module, and words before those of the command line.
 COMMANDS = {
     "measure": ("measure", []),
+    "bench": ("run", []),
     "doctor": ("measure", ["--doctor"]),
     "watch": ("watch", []),
     "host": ("host", []),
@@ -33,9 +34,11 @@ def main() -> int:
             return 0
         print(f"graph-worth: takes one of {', '.join(COMMANDS)}, not {name!a}", file=sys.stderr)
         return 2
-    # Of this process alone: the packages have names that a user's project may have, too.
-    sys.path.insert(0, str(Path(__file__).resolve().parent / "_src"))
     module, before = COMMANDS[name]
     if name in OF_STEP and words and not words[0].startswith("-"):
         words = ["--step", *words]
-    return importlib.import_module(f"benchmarks.{module}").main([*before, *words])
+    return importlib.import_module(f"graph_worth.harness.{module}").main([*before, *words])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,8 +39,6 @@ from graph_worth.folders import OWN_STEP, script_of
 
 __all__ = ["Timing", "Training", "needs", "option", "parse", "variant"]
 KINDS = ("eager", "graph", "compile")
-# The package that holds `common` where graph_worth/start.py started the program.
-PREFIX = __name__.removesuffix("graph_worth.contract")
 # A number, None for "at least one, known only after the capture", or a function of the config that returns one.
 Count = int | None | Callable
 
@@ -246,7 +244,7 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
 
 def path_of(module: str) -> Path:
     """Return the file of a module, without importing it."""
-    spec = importlib.util.find_spec(PREFIX + module)
+    spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise ValueError(f"there is no {module.replace('.', '/')}.py")
     return Path(spec.origin)

@@ -4,8 +4,8 @@ import torch
 
 from graph_worth.capture.graph_error import CaptureError
 from graph_worth.compiled import Compiled
-from graph_worth.measuring import coverage
 from graph_worth.made_variant import Capture
+from graph_worth.measuring import coverage
 
 # Of one function: each shape has a graph, and those of variants made earlier count, too. torch's default is 8.
 _MOST_GRAPHS = 64

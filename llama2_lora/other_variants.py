@@ -5,10 +5,10 @@ They run train.py's eager step, which calls the layers that `state.stack.calls` 
 
 import torch
 
-from graph_worth.compiled import Compiled, require_compiler
-from graph_worth.contract import variant
 from common.precision import nvfp4
 from common.precision.transformer_engine import undone_where_it_fails
+from graph_worth.compiled import Compiled, require_compiler
+from graph_worth.contract import variant
 from graph_worth.made_variant import Unsupported
 from graph_worth.variant_parameterized import Parameterized
 from llama2_lora.state import State

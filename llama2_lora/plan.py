@@ -5,10 +5,10 @@
 
 import math
 
-from graph_worth.config import flag_of
 from common import fit as fitting
 from common import memory_plan
 from common.memory_plan import GIB, Plan
+from graph_worth.config import flag_of
 from llama2_lora import config as lora_config
 from llama2_lora.config import KEEP, MAX_DOCUMENTS, PRESETS, Config, layer_weights, num_trainable
 

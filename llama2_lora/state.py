@@ -5,26 +5,26 @@ from functools import partial
 
 import torch
 
-from graph_worth.capture.pool import StaticInputs
-from graph_worth.machine import host_state
-from graph_worth.measuring.marks import section
 from common.fit import fewer_layers
 from common.history import History
 from common.memory_plan import GIB, budget_bytes
 from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
-from graph_worth.parallel import collectives
 from common.parallel.buckets import reduce_norm_
 from common.parallel.groups import make_groups
-from graph_worth.parallel.host_messages import of_all_ranks
 from common.precision import nvfp4
+from graph_worth.capture.pool import StaticInputs
+from graph_worth.machine import host_state
 from graph_worth.made_variant import Unsupported
+from graph_worth.measuring.marks import section
+from graph_worth.parallel import collectives
+from graph_worth.parallel.host_messages import of_all_ranks
 from llama2_lora import plan
 from llama2_lora.config import Config
 from llama2_lora.data.windows import open_windows
 from llama2_lora.kernels.attention import attention_for
-from llama2_lora.kernels.torch_operators import Operators, TorchOperators
 from llama2_lora.kernels.scaling import Formats
+from llama2_lora.kernels.torch_operators import Operators, TorchOperators
 from llama2_lora.layers.context import AcrossRanks, own_part
 from llama2_lora.layers.handwritten import HandwrittenStack
 from llama2_lora.layers.tensor import TensorRanks

@@ -92,11 +92,12 @@ from functools import partial
 
 import torch
 
+from common.flops import CAUSAL_HALF, peak_flops
+from graph_worth.made_variant import Capture, Unsupported
+
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from graph_worth.measuring.marks import mark, section
 from graph_worth.script.session import session
-from common.flops import CAUSAL_HALF, peak_flops
-from graph_worth.made_variant import Capture, Unsupported
 from llama2_lora.plan import card
 from llama2_lora.state import State, hyperparameters, resolve
 

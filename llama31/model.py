@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from graph_worth.parallel import collectives
 from common.parallel.differentiable_collectives import (
     cross_entropy,
     gather_from_sequence,
@@ -25,6 +24,7 @@ from common.parallel.differentiable_collectives import (
     reduce_scatter_to_sequence,
 )
 from common.parallel.groups import Groups, Place, fill_
+from graph_worth.parallel import collectives
 from llama31.config import ROPE_SCALING, Config
 from llama31.linears import SwiGLU, make_linear
 

@@ -1,8 +1,8 @@
 """The variants beside train.py's: torch.compile, parameterized launches, and graph_step in FP4."""
 
+from common.precision import nvfp4
 from graph_worth.compiled import Compiled, require_compiler
 from graph_worth.contract import variant
-from common.precision import nvfp4
 from graph_worth.made_variant import Unsupported
 from graph_worth.variant_parameterized import Parameterized
 from llama31.state import State

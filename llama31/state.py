@@ -4,17 +4,17 @@ import contextlib
 
 import torch
 
-from graph_worth.capture.pool import StaticInputs
-from graph_worth.measuring.marks import mark, section
 from common.data import token_files
 from common.history import History
 from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
 from common.optimizers.no_adam import NoAdam
-from graph_worth.parallel import collectives
 from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import make_groups
+from graph_worth.capture.pool import StaticInputs
 from graph_worth.made_variant import Unsupported
+from graph_worth.measuring.marks import mark, section
+from graph_worth.parallel import collectives
 from llama31 import validation
 from llama31.config import Config, layers_of_stages
 from llama31.device import open_checkpoint, recipe_of, require_precision

@@ -74,12 +74,13 @@ if __name__ == "__main__":
 
 import torch
 
+from common.flops import CAUSAL_HALF, peak_flops
+from graph_worth.made_variant import Capture
+
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from graph_worth.measuring.marks import mark, section
-from graph_worth.script.session import session
-from common.flops import CAUSAL_HALF, peak_flops
 from graph_worth.parallel import collectives
-from graph_worth.made_variant import Capture
+from graph_worth.script.session import session
 from llama31.device import card, resolve
 from llama31.pipeline import stage as pipeline
 from llama31.state import State, hyperparameters

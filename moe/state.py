@@ -7,19 +7,19 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graph_worth.capture.pool import StaticInputs
-from graph_worth.machine import host_state
-from graph_worth.measuring.marks import mark, section
 from common.data import token_files
 from common.fit import fewer_layers, require
 from common.history import History
 from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
-from graph_worth.parallel import collectives
 from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import fill_
-from graph_worth.parallel.host_messages import of_all_ranks
+from graph_worth.capture.pool import StaticInputs
+from graph_worth.machine import host_state
 from graph_worth.made_variant import Unsupported
+from graph_worth.measuring.marks import mark, section
+from graph_worth.parallel import collectives
+from graph_worth.parallel.host_messages import of_all_ranks
 from moe.attention import Sequences
 from moe.config import CONTEXT_BYTES, GIB, PRESETS, Config, fit, host_bytes, needed_bytes, trained_parameters
 from moe.exchange import Exchange

@@ -82,11 +82,12 @@ if __name__ == "__main__":
 
 import torch
 
+from common import flops
+from graph_worth.made_variant import Capture
+
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from graph_worth.measuring.marks import mark, section
 from graph_worth.script.session import session
-from common import flops
-from graph_worth.made_variant import Capture
 from moe.exchange import require_capturable
 from moe.kernels.order import Plan
 from moe.kernels.routing import Routed

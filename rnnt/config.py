@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from graph_worth.config import Timing, flag_of, needs, option, require_fields, require_folder_of_its_own
 from common import fit
+from graph_worth.config import Timing, flag_of, needs, option, require_fields, require_folder_of_its_own
 from rnnt.data import buckets
 
 CONTEXT_BYTES = 2 * 2**30  # CUDA and its libraries

@@ -84,13 +84,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from common.flops import peak_flops
 from graph_worth.machine.host_state import available_host_bytes
+from graph_worth.made_variant import Capture
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from graph_worth.measuring.marks import mark, section
 from graph_worth.script.session import session
-from common.flops import peak_flops
-from graph_worth.made_variant import Capture
 from rnnt.data.batches import Batch
 from rnnt.loss import transducer_loss
 from rnnt.state import State, nominal_flops

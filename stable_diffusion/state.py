@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from graph_worth.capture.static_inputs import DoubleBuffered
-from graph_worth.machine import memory
-from graph_worth.measuring.marks import section
 from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
 from common.optimizers.loss_scaler import LossScaler
 from common.parallel.buckets import GradientBuckets
 from common.step_report import ScaledReport
+from graph_worth.capture.static_inputs import DoubleBuffered
+from graph_worth.machine import memory
 from graph_worth.made_variant import Unsupported
+from graph_worth.measuring.marks import section
 from stable_diffusion.config import LATENT_SCALE, TIMESTEPS, Config, learning_rate, predicted_bytes
 from stable_diffusion.data.batches import Batches
 from stable_diffusion.data.shards import Samples

@@ -70,13 +70,13 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
+from common import flops
 from graph_worth.machine import host_state
+from graph_worth.made_variant import Capture
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from graph_worth.measuring.marks import mark, section
 from graph_worth.script.session import session
-from common import flops
-from graph_worth.made_variant import Capture
 from stable_diffusion.data import shards
 from stable_diffusion.state import State, hyperparameters
 

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from graph_worth.harness import script
 from graph_worth.config import needs
-from graph_worth.measuring import kernel_trace as trace
+from graph_worth.harness import script
 from graph_worth.made_variant import Unsupported
+from graph_worth.measuring import kernel_trace
 from tests.helpers import contracts, forked
 from tests.helpers.once import once
 
@@ -298,7 +298,7 @@ def test_log_passes_the_official_checker_by_our_rules(look_inside, model, varian
     process, path = look_inside(model, variant, "--mllog")
     status = result_with_its_exit_status(process, result_of(path))["status"]
     checker = mlp_compliance.make_checker("training", "5.1.0", quiet=False, werror=False)
-    passes = mlp_compliance.main(str(path), str(ROOT / "common" / "script" / "mllog_rules.yaml"), checker)[0]
+    passes = mlp_compliance.main(str(path), str(ROOT / "graph_worth" / "script" / "mllog_rules.yaml"), checker)[0]
     if status == "pass" and '"global_batch_size"' not in path.read_text():
         assert model not in SUITE
         pytest.skip("the model tells no hyperparameters, which are optional")
@@ -334,7 +334,7 @@ def test_profile_has_the_sections_of_the_step(look_inside, model, variant):
         assert not path.exists()
         return
     assert result["status"] == "pass", result["message"]
-    sections = trace.sections(json.loads(path.read_text()))
+    sections = kernel_trace.sections(json.loads(path.read_text()))
     if set(sections) != {"data"} or model in SUITE:
         # A graph of the whole iteration is one section, whatever is in it.
         assert {"data", "replay" if "replay" in sections else "optimizer"} <= set(sections) and len(sections) >= 3

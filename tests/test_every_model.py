@@ -13,10 +13,10 @@ import sys
 
 import pytest
 
+from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import judge
 from graph_worth.harness.files import run_file
 from graph_worth.harness.script import first_graph
-from graph_worth.folders import OWN_STEP, ROOT
 from tests.helpers.bench_process import MODEL as LYING_MODEL
 from tests.helpers.bench_process import wait_for
 

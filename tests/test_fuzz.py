@@ -20,12 +20,12 @@ import safetensors.torch
 import torch
 
 from benchmarks import gate, overview, publish, runs
-from graph_worth.harness import report
-from graph_worth.harness.files import partial, run_file
 from benchmarks.pages import readme, tables
-from graph_worth.harness.pages import run_table
 from common.data import safetensors_file, token_files
 from common.data.checkpoint import open_checkpoint, parts_of
+from graph_worth.harness import report
+from graph_worth.harness.files import partial, run_file
+from graph_worth.harness.pages import run_table
 from llama2_lora.config import Config
 from llama2_lora.data import rows
 from moe.config import PRESETS as MOE

@@ -7,12 +7,12 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from graph_worth.harness import judge
 from benchmarks import overview, plot, runs
-from graph_worth.harness.files import run_file
-from graph_worth.harness.files.facts import Gpu
 from benchmarks.pages import tables
 from graph_worth.folders import ROOT
+from graph_worth.harness import judge
+from graph_worth.harness.files import run_file
+from graph_worth.harness.files.facts import Gpu
 from tests.helpers.made_run import H200, write
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ README = "# Mine\n\n<!-- table: model my_model -->\n<!-- end -->\n"
 def checkout(tmp_path_factory):
     """A checkout with the harness and the folder my_model alone, whose script is that of examples/minimal."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("benchmarks", "common"):
+    for name in ("benchmarks", "common", "graph_worth"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     text = (ROOT / "examples" / "minimal" / "train.py").read_text()
     (folder / "my_model").mkdir()

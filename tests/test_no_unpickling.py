@@ -44,7 +44,11 @@ def faults_of_call(node):
 
 
 def test_there_is_code_to_look_at():
-    assert {"llama2_lora/data/rows.py", "stable_diffusion/data/shards.py", "graph_worth/harness/files/run_file.py"} <= set(CODE)
+    assert {
+        "llama2_lora/data/rows.py",
+        "stable_diffusion/data/shards.py",
+        "graph_worth/harness/files/run_file.py",
+    } <= set(CODE)
 
 
 def test_no_code_unpickles_or_evaluates_data():

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks import runs
-from benchmarks.figures import rank_variation as ranks, style
+from benchmarks.figures import rank_variation, style
 from benchmarks.figures.style import BAND, INK, KINDS, MARKS, SMALL, NotDrawn, Page
-from graph_worth.harness.files.facts import Run
 from benchmarks.pages import headlines
 from benchmarks.pages.headlines import Headline
 from benchmarks.runs import Found, HostMeans, Reached
+from graph_worth.harness.files.facts import Run
 from graph_worth.harness.intervals import NEAR
 
 TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
@@ -166,4 +166,4 @@ def _footer(used: Sequence[Run], lines: Sequence[Headline]) -> str:
     return text + (f"; torch {', '.join(torch)}" if torch else "")
 
 
-FIGURES: dict[str, Callable[[Found], Page]] = {"gain": gain, "ranks": ranks.ranks}
+FIGURES: dict[str, Callable[[Found], Page]] = {"gain": gain, "ranks": rank_variation.ranks}

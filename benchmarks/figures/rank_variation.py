@@ -7,8 +7,8 @@ from matplotlib.ticker import FuncFormatter
 from benchmarks import runs
 from benchmarks.figures import style
 from benchmarks.figures.style import KINDS, SMALL, NotDrawn, Page
-from graph_worth.harness.judge import PASS
 from benchmarks.runs import Found, Point
+from graph_worth.harness.judge import PASS
 
 ROW, NAMES = 0.24, 3.0  # inches
 

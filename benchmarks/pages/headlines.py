@@ -13,11 +13,11 @@ from pathlib import Path
 
 from benchmarks import runs
 from benchmarks.archive import SAME_KERNELS
-from graph_worth.harness.files.facts import Run, stem
-from graph_worth.harness.files.workload import Workload
 from benchmarks.pages import published
 from benchmarks.runs import HostMeans, Range, Row
 from graph_worth.folders import OWN_STEP
+from graph_worth.harness.files.facts import Run, stem
+from graph_worth.harness.files.workload import Workload
 
 # Names of the example steps, as their projects write them.
 STEPS = {"muon": "Muon", "nanogpt": "nanoGPT", "rssm": "RSSM", "detr": "DETR"}

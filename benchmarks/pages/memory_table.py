@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import runs
-from graph_worth.harness.judge import PASS
 from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
-from graph_worth.harness.pages.run_table import GIB, milliseconds
 from benchmarks.runs import Found
+from graph_worth.harness.judge import PASS
+from graph_worth.harness.pages.run_table import GIB, milliseconds
 
 VARIANT = "graph_parameterized"
 COLUMNS = ("Run", "Variant", "ms", "gain", "steps GiB", "peak GiB", "driver GiB", "patched")

@@ -24,16 +24,16 @@ from pathlib import Path
 from urllib.parse import quote
 
 from benchmarks import runs
-from graph_worth.harness import intervals as statistics
+from benchmarks.pages import headlines, memory_table, operator_page, published, scopes, tables
+from benchmarks.pages.headlines import Headline
+from benchmarks.pages.markdown import in_markdown
+from benchmarks.runs import Found, Range, Row
+from graph_worth.folders import OWN_STEP, ROOT
+from graph_worth.harness import intervals
 from graph_worth.harness.files.facts import Run, stem
 from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS, judged
-from benchmarks.pages import headlines, memory_table as memory, operator_page as operators, published, scopes, tables
-from benchmarks.pages.headlines import Headline
-from benchmarks.pages.markdown import in_markdown
 from graph_worth.harness.pages.run_table import GIB
-from benchmarks.runs import Found, Range, Row
-from graph_worth.folders import OWN_STEP, ROOT
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
@@ -332,9 +332,9 @@ def ceiling_text(rows: Sequence[Row]) -> str:
     if not after:
         return text
     parts = []
-    for gains, what in ((True, f"over {100 * statistics.NEAR:g} %"), (False, "less")):
-        own = [each for each in after if (each.ceiling > 1 + statistics.NEAR) == gains]
-        near = sum(each.share >= 1 - statistics.NEAR for each in own)
+    for gains, what in ((True, f"over {100 * intervals.NEAR:g} %"), (False, "less")):
+        own = [each for each in after if (each.ceiling > 1 + intervals.NEAR) == gains]
+        near = sum(each.share >= 1 - intervals.NEAR for each in own)
         parts += [f"{near} of {len(own)} graphs that could gain {what}"] if own else []
     return f"{text} In runs made after this rule was written, {' and '.join(parts)} reached it to within 5 %."
 
@@ -345,7 +345,7 @@ def misses(rows: list[Row]) -> list[str]:
     for each in runs.reached(rows):
         variant, point, own = each.row.variant, each.point, each.point.judged
         base_busy, busy, ms = own.busy_ms(own.uncaptured(variant)), point.busy_ms, own.ms(variant, point.is_busy)
-        if each.share >= 1 - statistics.NEAR or not base_busy or not busy or not ms:
+        if each.share >= 1 - intervals.NEAR or not base_busy or not busy or not ms:
             continue
         clocks = own.sm_mhz(variant, point.is_busy), own.sm_mhz(own.base, point.is_busy)
         said = f"its kernels take {100 * (busy / base_busy - 1):+.1f} %"
@@ -365,8 +365,8 @@ _TABLES: dict[str, Callable[[Found, Path, str], str]] = {
     "model": _model,
     "decide": _decide,
     "scopes": scopes.markdown,
-    "operators": operators.markdown,
-    "memory": memory.markdown,
+    "operators": operator_page.markdown,
+    "memory": memory_table.markdown,
     "lengths": _lengths,
     "nvidia": _nvidia,
 }

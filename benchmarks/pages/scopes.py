@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import runs
-from graph_worth.harness.files.facts import stem
-from graph_worth.harness.judge import PASS
 from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.runs import Found
+from graph_worth.harness.files.facts import stem
+from graph_worth.harness.judge import PASS
 
 
 class Scope(NamedTuple):

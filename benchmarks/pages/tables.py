@@ -9,12 +9,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 from benchmarks import runs
-from graph_worth.harness import intervals as statistics
+from benchmarks.pages.markdown import in_markdown
+from benchmarks.runs import Row
+from graph_worth.harness import intervals
 from graph_worth.harness.files.facts import digits
 from graph_worth.harness.judge import PASS, judged
-from benchmarks.pages.markdown import in_markdown
 from graph_worth.harness.pages.run_table import GIB, milliseconds
-from benchmarks.runs import Row
 from graph_worth.text import printable
 
 SCREEN = 100
@@ -88,7 +88,7 @@ def _first_build(point):
 
 def _control_beside(row):
     """Name the control where the effect is small: two equal programs differed by so much in the same run."""
-    if row.interval is None or abs(row.ratio - 1) >= statistics.SMALL_EFFECT:
+    if row.interval is None or abs(row.ratio - 1) >= intervals.SMALL_EFFECT:
         return ""
     point = row.timed[0]
     control = point.judged.ratio_of(point.run.control, point.is_busy) if point.run.control else None

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from graph_worth.text import printable
 from common.data import safetensors_file
 from common.data.limits import MAX_HEADER_BYTES, open_regular
+from graph_worth.text import printable
 
 FLAG = "--checkpoint"
 _READABLE = ("BF16", "F16", "F32")

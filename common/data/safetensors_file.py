@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from graph_worth.text import printable
 from common.data.limits import MAX_HEADER_BYTES, first_line, open_regular
+from graph_worth.text import printable
 
 
 class Entry(NamedTuple):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.data.megatron_tokens import starts_as_index
 from graph_worth.config import require_folder_of_its_own
 from graph_worth.text import printable
-from common.data.megatron_tokens import starts_as_index
 
 # Each rank holds all of the text in its memory; larger text belongs into Megatron's token files, which are mapped.
 MAX_FILES = 100_000

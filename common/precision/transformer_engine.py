@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from graph_worth.parallel import collectives
 from graph_worth.made_variant import Unsupported
+from graph_worth.parallel import collectives
 
 
 def transformer_engine():

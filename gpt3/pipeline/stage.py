@@ -14,11 +14,11 @@ With --pp-rank a stage runs without the others. Its inputs are then copied from 
 its outputs are dropped, and their root mean squares are added to its loss, since most stages have no loss of their own.
 """
 
+from common.schedule import origin
+from gpt3.state import State
 from graph_worth.contract import variant
 from graph_worth.measuring.marks import mark, section
 from graph_worth.parallel import collectives
-from common.schedule import origin
-from gpt3.state import State
 
 
 class Stage:

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from graph_worth.capture import error_log, tensor_places as memory
+from graph_worth.capture import error_log, tensor_places
 from graph_worth.capture.graph_error import CaptureError, check_static_inputs, signature
 from graph_worth.capture.host_graph_rules import is_of_library
 from graph_worth.capture.pool import Pool
@@ -49,7 +49,9 @@ class CudaPool(Pool):
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Pool`."""
-        elements = memory.bytes_at(tensor.data_ptr(), memory.extent(tensor), tensor.device).view(tensor.dtype)
+        elements = tensor_places.bytes_at(tensor.data_ptr(), tensor_places.extent(tensor), tensor.device).view(
+            tensor.dtype
+        )
         return elements.as_strided(tensor.shape, tensor.stride())
 
     @contextlib.contextmanager
@@ -92,7 +94,7 @@ class CudaPool(Pool):
     def fill_free_memory(self) -> None:
         """See `Pool`."""
         # All bits set is NaN in every format.
-        memory.fill_inactive(self._segments(), 0xFF, self.device)
+        tensor_places.fill_inactive(self._segments(), 0xFF, self.device)
 
     def bytes(self) -> int:
         """See `Pool`."""

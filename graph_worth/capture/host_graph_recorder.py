@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from graph_worth.capture import host_graph_rules as rules
-from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.dispatch_modes import without_compiler
+from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.host_graph_memory import View
 
 

@@ -1,0 +1,1 @@
+"""The side that asks and judges: request, processes, run file, verdict, table. It needs no torch."""

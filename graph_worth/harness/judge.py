@@ -6,12 +6,13 @@ of schema 3 hold verdicts; their failures stay as they were sealed. `graph_worth
 """
 
 import math
-import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from graph_worth.harness import intervals as statistics
+import intervals as plain
+
+from graph_worth.harness import intervals
 from graph_worth.harness.checks import LARGEST_OF_ONE_BLOCK, OF_NUMBERS, Fault, Found, fault_of, scatter_of_losses
 from graph_worth.harness.files.facts import Block, Build, Course, Run
 from graph_worth.harness.intervals import Ratio
@@ -111,7 +112,7 @@ class Judged:
             bases.setdefault(block.cycle, []).append(block.mean_ms)
         counted = set(sorted(bases)[: len(bases) - without_last])
         rows = [(bases[block.cycle], block.mean_ms) for block in self.blocks(name, busy) if block.cycle in counted]
-        return statistics.ratio_of(rows) if rows else None
+        return intervals.ratio_of(rows) if rows else None
 
     def ms(self, name: str, busy: bool = False) -> float | None:
         """Return the mean step of a variant: the geometric mean over its blocks; None without a block."""

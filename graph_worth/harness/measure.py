@@ -23,14 +23,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from graph_worth.harness import command, run, intervals as statistics
+from graph_worth.folders import OWN_STEP, ROOT
+from graph_worth.harness import command, intervals, run
 from graph_worth.harness.ask import Options
 from graph_worth.harness.command import Mistake, amount, count, positive
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged, Verdict, judged
 from graph_worth.harness.pages.run_table import milliseconds
 from graph_worth.harness.processes import gpus, launch
-from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.your_step import step_file
 from graph_worth.your_step.config import LEAST_GAIN
 
@@ -184,7 +184,7 @@ def _measured(own: Judged, passed, wrong) -> tuple[int, str]:
     if not found:
         return NOT_MEASURED, "Not measured: fewer than two cycles."
     name, ratio = max(found.items(), key=lambda item: item[1].low)
-    word = statistics.word(ratio)
+    word = intervals.word(ratio)
     numbers = f"{ratio.ratio:.3f}x, {ratio.low:.3f} to {ratio.high:.3f}, on this host in these minutes"
     text = {
         "faster": f"Faster: {WHAT.get(name, name)} ({name}): {numbers}.",
@@ -208,7 +208,7 @@ def doctor(asked: Options) -> tuple[int, str, dict]:
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "findings"
         step = asked.flags[asked.flags.index("--step") + 1]
-        words = launched.command([str(ROOT / step_file.START), "graph_worth.your_step.doctor", step, str(text)])
+        words = launched.command([str(step_file.START), "graph_worth.your_step.doctor", step, str(text)])
         # Of several ranks each would print its mistake, and torchrun a page about it.
         errors = subprocess.PIPE if asked.ngpu > 1 else None
         options: dict = {"stdout": sys.stderr if sys.stdout is sys.stderr else None, "stderr": errors, "text": True}

@@ -9,13 +9,13 @@ The page is one file without a link to anything, readable on a phone, light and 
 import sys
 from pathlib import Path
 
-from graph_worth.harness import command, intervals as statistics
+from graph_worth.files import write_text
+from graph_worth.harness import command, intervals
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged, judged
 from graph_worth.harness.pages import web
 from graph_worth.harness.pages.run_table import build_title, cells_of, milliseconds, on_a_cpu, rates
-from graph_worth.files import write_text
 
 WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}
 
@@ -60,7 +60,7 @@ def _row(own: Judged, name: str) -> dict:
         "help": variant.help,
         "typical": milliseconds(own.typical_ms(name)),
         "low": ratio.low if ratio else 0.0,
-        "word": statistics.word(ratio) if ratio and ratio.cycles > 1 else "",
+        "word": intervals.word(ratio) if ratio and ratio.cycles > 1 else "",
     }
 
 

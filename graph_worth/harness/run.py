@@ -26,23 +26,23 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from graph_worth.config import checked
+from graph_worth.files import write_text
+from graph_worth.folders import OWN_STEP
 from graph_worth.harness import ask, command, judge
 from graph_worth.harness.ask import Options
+from graph_worth.harness.builds.build_measurement import BuildMeasurement
+from graph_worth.harness.builds.build_worker import OutOfVariants, StartFailed
+from graph_worth.harness.builds.request import Settings
 from graph_worth.harness.command import Mistake, amount, count, positive, shown
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.files.partial import Partial
-from graph_worth.harness.builds.build_measurement import BuildMeasurement
-from graph_worth.harness.builds.build_worker import OutOfVariants, StartFailed
-from graph_worth.harness.builds.request import Settings
 from graph_worth.harness.pages import run_table
 from graph_worth.harness.processes import launch, locks
 from graph_worth.harness.processes.worker_process import WorkerEnded
 from graph_worth.harness.report import write as write_page
 from graph_worth.harness.script import CONTROL, find_model, models
-from graph_worth.config import checked
-from graph_worth.files import write_text
-from graph_worth.folders import OWN_STEP
 
 ALL = "all"
 FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy, StartFailed)

@@ -5,8 +5,8 @@ import json
 import subprocess
 import sys
 
-from graph_worth.harness.command import Mistake
 from graph_worth.folders import OWN_STEP, ROOT, script_of
+from graph_worth.harness.command import Mistake
 
 DESCRIBE_LIMIT_S = 120
 RESERVED_FLAGS = {"--preset", "--variant", "--steps", "--record", "--parity", "--describe"}

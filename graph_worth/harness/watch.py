@@ -17,12 +17,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from graph_worth.folders import PACKAGE
 from graph_worth.harness import command
-from graph_worth.folders import ROOT
 from graph_worth.text import printable
 from graph_worth.your_step.config import LEAST_GAIN
 
-HOOK = ROOT / "graph_worth/your_step/hook"
+HOOK = PACKAGE / "your_step" / "hook"
 # The environment variable that the hook reads.
 FOLDER = "GRAPH_WORTH_WATCH"
 NEEDED = 30

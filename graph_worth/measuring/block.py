@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from graph_worth.machine import memory
+from graph_worth.made_variant import synchronize
 from graph_worth.measuring import marks
 from graph_worth.parallel.host_messages import barrier, is_distributed, of_all_ranks
-from graph_worth.made_variant import synchronize
 
 # Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
 NUM_TENSORS, NUM_ELEMENTS = 16, 4096

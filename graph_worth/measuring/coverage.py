@@ -3,11 +3,11 @@
 import contextlib
 
 from graph_worth.capture.host_graph_rules import ALLOCATIONS
-from graph_worth.measuring import marks, operator_count as operators, kernel_trace as trace
+from graph_worth.measuring import kernel_trace, marks, operator_count
 
 # Sections of the models' steps; what comes before and after is neither forward nor backward.
 SECTIONS = ("embedding", "forward", "loss", "backward")
-_NUM_STEPS = trace.UNTRACED_STEPS + trace.TRACED_STEPS
+_NUM_STEPS = kernel_trace.UNTRACED_STEPS + kernel_trace.TRACED_STEPS
 _PATCHED_STEPS = 4
 
 
@@ -25,8 +25,8 @@ def measure(step, regions, cuda: bool) -> dict[str, float | None]:
     """
     before = [region.num_replays for region in regions]
     if cuda:
-        with marks.opening_sections(trace.named_range):
-            eager = trace.single_work(trace.trace_steps(step, True), SECTIONS)
+        with marks.opening_sections(kernel_trace.named_range):
+            eager = kernel_trace.single_work(kernel_trace.trace_steps(step, True), SECTIONS)
     else:
         eager = _operators(step, regions)
     nodes = sum(
@@ -60,7 +60,7 @@ def _counts(regions):
     return [sum(row[name] for row in rows) for name in ("launches", "patched", "patch_s")]
 
 
-class _Beside(operators.Counter):
+class _Beside(operator_count.Counter):
     """Counts operators in the sections and beside the regions."""
 
     def __init__(self):

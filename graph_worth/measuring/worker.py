@@ -36,20 +36,20 @@ from graph_worth.machine import memory
 from graph_worth.machine.environment import describe_host
 from graph_worth.machine.gpu_state import GpuSampler
 from graph_worth.machine.host_pace import operator_us, pace_of_host
+from graph_worth.made_variant import Capture, Variant
 from graph_worth.measuring import (
     block,
+    kernel_trace,
     left_running,
-    operator_count as operators,
+    operator_count,
     parity,
     shared_memory,
     torch_settings,
-    kernel_trace as trace,
 )
 from graph_worth.measuring.agreement import Agreement
 from graph_worth.measuring.channel import Channel, Closed
 from graph_worth.measuring.course import Course
 from graph_worth.parallel.host_messages import of_all_ranks, of_first_rank
-from graph_worth.made_variant import Capture, Variant
 
 PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
 
@@ -354,7 +354,7 @@ class Worker:
 
     def _profile(self, variant, num_steps, ms):
         if self.device.type != "cuda":
-            return operators.profile(variant, num_steps)
+            return operator_count.profile(variant, num_steps)
         index = iter(range(10**9))
 
         def run_steps(count):
@@ -367,10 +367,10 @@ class Worker:
             run_steps(max(heat, 2) + num_steps)
             variants.synchronize()
             return {}
-        profile = trace.profile(run_steps, num_steps, heat)
+        profile = kernel_trace.profile(run_steps, num_steps, heat)
         gpu = self.sampler.state(profile.start_s - 0.3, profile.end_s) if self.sampler else None
         clock = gpu["sm_mhz"] if gpu else None
-        return trace.facts(profile.events, num_steps) | {"sm_mhz": clock, "steps": num_steps}
+        return kernel_trace.facts(profile.events, num_steps) | {"sm_mhz": clock, "steps": num_steps}
 
     def _memory_of(self, name):
         """Within it, an eager variant takes its memory from the graphs' pool, where they share it."""

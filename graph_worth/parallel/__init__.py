@@ -1,0 +1,1 @@
+"""What ranks tell one another."""

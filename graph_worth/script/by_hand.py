@@ -24,11 +24,11 @@ from graph_worth import made_variant as variants
 from graph_worth.contract import Training
 from graph_worth.files import json_line, write_text
 from graph_worth.machine import environment, memory
+from graph_worth.made_variant import Unsupported, Variant
 from graph_worth.measuring import marks, parity, torch_settings
+from graph_worth.parallel.host_messages import barrier, of_all_ranks
 from graph_worth.script import console
 from graph_worth.script.step_checks import as_eager, broken_promise, compare_with_eager
-from graph_worth.parallel.host_messages import barrier, of_all_ranks
-from graph_worth.made_variant import Unsupported, Variant
 
 PARITY_STEPS = 20
 
@@ -217,16 +217,16 @@ class Loop:
         self.result.update(state_hashes=course.digests(), num_tensors=len(course.names), unmoved=unmoved)
 
     def _profiled(self):
-        from graph_worth.measuring import kernel_trace as trace
+        from graph_worth.measuring import kernel_trace
 
-        self.count = trace.UNTRACED_STEPS + trace.TRACED_STEPS
-        with marks.opening_sections(trace.named_range):
+        self.count = kernel_trace.UNTRACED_STEPS + kernel_trace.TRACED_STEPS
+        with marks.opening_sections(kernel_trace.named_range):
             # All ranks make the same steps; rank 0 writes its own.
             events: dict = {}
-            yield from trace.traced_steps(events, self.device.type == "cuda")
+            yield from kernel_trace.traced_steps(events, self.device.type == "cuda")
         if self.rank == 0:
-            trace.write(self.options.profile, events)
-            trace.report(self.options.profile, events)
+            kernel_trace.write(self.options.profile, events)
+            kernel_trace.report(self.options.profile, events)
 
     # --- before and after it
 

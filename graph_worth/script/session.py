@@ -22,11 +22,11 @@ from graph_worth import contract
 from graph_worth.config import EXIT_STATUS, Arguments, mistakes_in_one_line
 from graph_worth.contract import Training, variants_of
 from graph_worth.folders import script_of
+from graph_worth.made_variant import Capture, Refused, Unsupported, complete_variant
 from graph_worth.measuring.marks import mark, section
+from graph_worth.parallel import collectives
 from graph_worth.script import by_hand
 from graph_worth.text import printed_as_text
-from graph_worth.parallel import collectives
-from graph_worth.made_variant import Capture, Refused, Unsupported, complete_variant
 
 __all__ = ["Model", "mark", "section", "session"]
 
@@ -101,7 +101,7 @@ class Model:
 
     def _find(self, name):
         for module in self.declared[name].modules:
-            for each in variants_of(importlib.import_module(contract.PREFIX + module)):
+            for each in variants_of(importlib.import_module(module)):
                 if each.name == name and (each.when is None or each.when(self.config)):
                     return each
         return None

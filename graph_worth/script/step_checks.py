@@ -7,10 +7,10 @@ import torch
 
 from graph_worth.capture.pool import CaptureError
 from graph_worth.machine import memory
+from graph_worth.made_variant import enter, leave
 from graph_worth.measuring import parity
 from graph_worth.measuring.course import course
 from graph_worth.parallel.host_messages import of_all_ranks
-from graph_worth.made_variant import enter, leave
 
 # On a GPU the fastest kernels may reorder sums; a replay of stale data misses eager's loss by far more.
 TOLERANCE = {"cpu": 0.0, "cuda": 1e-3}

@@ -23,12 +23,12 @@ import torch
 from graph_worth.config import mistakes_in_one_line
 from graph_worth.files import write_text
 from graph_worth.machine.memory import explain_oom
+from graph_worth.made_variant import Capture, complete_variant
 from graph_worth.measuring import parity, torch_settings
 from graph_worth.measuring.module_parts import shown
-from graph_worth.text import lines
 from graph_worth.parallel import collectives
-from graph_worth.made_variant import Capture, complete_variant
-from graph_worth.your_step import rank_decisions as ranks, step_file, user_file
+from graph_worth.text import lines
+from graph_worth.your_step import rank_decisions, step_file, user_file
 from graph_worth.your_step.eager import EagerSteps
 from graph_worth.your_step.findings import NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
 from graph_worth.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
@@ -139,9 +139,9 @@ def _without_mine(state) -> Diagnosis:
         eager = EagerSteps(state)
         found = Diagnosis(findings=list(eager.findings()), names=shown(state.modules))
         if has_several_ranks():
-            found.findings = ranks.merged(found.findings) + ranks.parting(state, eager.first)
+            found.findings = rank_decisions.merged(found.findings) + rank_decisions.parting(state, eager.first)
         is_known = any(finding.level == WRONG for finding in found.findings)
-        trial = Trial(state, ranks.first(is_known or bool(eager.host_values())))
+        trial = Trial(state, rank_decisions.first(is_known or bool(eager.host_values())))
         outcomes = _tried(trial, found.findings, WHOLE, UP_TO_OPTIMIZER)
         failed = [outcome.finding for outcome in outcomes if outcome.finding]
         found.outcomes = {WHOLE.title: outcomes[0].text, UP_TO_OPTIMIZER.title: outcomes[1].text}
@@ -162,7 +162,7 @@ def _without_mine(state) -> Diagnosis:
         ]
     elif failed and (failed[0].kind == "wrong copy" or levels.isdisjoint((failed[0].level, STOPS))):
         # The findings do not explain it.
-        found.findings += [failed[0], *(ranks.merged(eager.host_values()) if failed[0].level == WRONG else [])]
+        found.findings += [failed[0], *(rank_decisions.merged(eager.host_values()) if failed[0].level == WRONG else [])]
     found.findings = ordered(found.findings)
     return found
 
@@ -205,7 +205,7 @@ def _cause_of_mine(state: StepState) -> str:
 
     def is_like(make_step):
         # Of all ranks, or they would make other steps.
-        return not ranks.first(parity.difference(mine, mine, course_of(state, make_step)))
+        return not rank_decisions.first(parity.difference(mine, mine, course_of(state, make_step)))
 
     def frozen(values):
         def step(index):

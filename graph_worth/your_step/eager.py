@@ -15,16 +15,16 @@ from graph_worth.capture import host_graph_rules as rules
 from graph_worth.capture.errors import explained
 from graph_worth.measuring import operator_table
 from graph_worth.snapshot import storage_id
-from graph_worth.your_step import compare, handed_over, host_values, rank_decisions as ranks
+from graph_worth.your_step import compare, handed_over, host_values, rank_decisions
 from graph_worth.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
 from graph_worth.your_step.parts import tensors_in
 from graph_worth.your_step.place import STEPPED, Place
 from graph_worth.your_step.reads import hidden_reads
 from graph_worth.your_step.record import A_CUDA_OPERATION, BY_TABLE, KINDS, Watched
-from graph_worth.your_step.user_lines import Source
 from graph_worth.your_step.state import StepState, errors_with_lines
-from graph_worth.your_step.uninitialised import read_before_written
 from graph_worth.your_step.step_watch import Beside, watch
+from graph_worth.your_step.uninitialised import read_before_written
+from graph_worth.your_step.user_lines import Source
 
 NUM_STEPS = 5
 # Whose steps run with memory filled with NaN.
@@ -73,7 +73,7 @@ class EagerSteps:
         }
         self.of_batches = set(map(storage_id, tensors_in(state.batches)))
         self.capturing, self.objection = None, ""
-        if ranks.first(self.first.asked_capturing is not None):
+        if rank_decisions.first(self.first.asked_capturing is not None):
             try:
                 self.capturing = self._step(self.batches[-1], is_capturing=True)
             except ValueError as error:
@@ -84,7 +84,7 @@ class EagerSteps:
         # One batch of each shape first; all ranks make as many steps.
         firsts = {kind: index for index, kind in reversed(list(enumerate(state.classes)))}
         unlike = list(dict.fromkeys([*firsts.values(), *range(len(state.batches))]))
-        self.unwritten = read_before_written(state, ranks.first(unlike[:MOST_BATCHES]))
+        self.unwritten = read_before_written(state, rank_decisions.first(unlike[:MOST_BATCHES]))
         state.reset()
 
     @property

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_worth.compiled import Compiled, require_compiler
 from graph_worth.contract import variant
-from graph_worth.snapshot import storage_id
 from graph_worth.made_variant import Capture, Unsupported
+from graph_worth.snapshot import storage_id
 from graph_worth.variant_parameterized import Parameterized
 from graph_worth.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
 from graph_worth.your_step.state import StepState

@@ -11,8 +11,8 @@ import torch
 
 from graph_worth.capture.pool import Pool
 from graph_worth.contract import variant
-from graph_worth.measuring.module_parts import hooked, is_inside, named_parts, shown
 from graph_worth.made_variant import Capture, Unsupported
+from graph_worth.measuring.module_parts import hooked, is_inside, named_parts, shown
 from graph_worth.your_step.state import StepState
 from graph_worth.your_step.step_watch import watch
 

@@ -13,9 +13,9 @@ from graph_worth.your_step import compare
 from graph_worth.your_step.findings import NOTE, SLOW, STOPS, Finding
 from graph_worth.your_step.parts import signature_of
 from graph_worth.your_step.record import Watched
-from graph_worth.your_step.user_lines import Source
 from graph_worth.your_step.state import StepState
 from graph_worth.your_step.step_watch import is_collective
+from graph_worth.your_step.user_lines import Source
 
 KIND = "ranks differ"
 T = TypeVar("T")

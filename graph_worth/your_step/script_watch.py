@@ -108,7 +108,7 @@ class ScriptWatch:
 
     def _steps(self):
         """Advances at the end of each step."""
-        from graph_worth.measuring import kernel_trace as trace
+        from graph_worth.measuring import kernel_trace
         from graph_worth.your_step.step_watch import reads_noted
 
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -130,9 +130,9 @@ class ScriptWatch:
         self._write()
         with _shapes() as shapes:
             if on_gpu:
-                profile = trace.Profile()
-                yield from trace.profiled(profile, PROFILED, HEAT)
-                facts = trace.facts(profile.events, PROFILED)
+                profile = kernel_trace.Profile()
+                yield from kernel_trace.profiled(profile, PROFILED, HEAT)
+                facts = kernel_trace.facts(profile.events, PROFILED)
                 self._told |= {name: facts[name] for name in ("busy_ms", "graph_share")}
                 self._write()
             else:

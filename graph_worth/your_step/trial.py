@@ -16,7 +16,7 @@ from graph_worth.capture.errors import explained
 from graph_worth.capture.pool import CaptureError
 from graph_worth.measuring import course, parity, torch_settings
 from graph_worth.measuring.course import Course
-from graph_worth.your_step import rank_decisions as ranks
+from graph_worth.your_step import rank_decisions
 from graph_worth.your_step.findings import STOPS, WRONG, Finding
 from graph_worth.your_step.parts import copy_batch, static_copy
 from graph_worth.your_step.state import StepState
@@ -112,7 +112,7 @@ class Trial:
             failed = Outcome(f"not possible: {str(error).splitlines()[0]}")
         finally:
             state.reset()
-        failed = ranks.first(failed)
+        failed = rank_decisions.first(failed)
         if failed:
             if variant is not None:
                 variant.close()
@@ -153,13 +153,13 @@ class Trial:
             losses = [(f"warm-up step {i}, of batch {i % count},", x) for i, x in enumerate(self.state.warm_losses)]
             losses += [(f"step {i}", x) for i, x in enumerate(eager.losses)]
             said = next(f"eager's loss of {step} is {x}" for step, x in losses if not math.isfinite(x))
-        said = ranks.first(said)
+        said = rank_decisions.first(said)
         if said:
             return self._wrong("not finite", f"{said}: nothing is compared", "")
         unlike = parity.difference(eager, eager, again)
         if not self._is_exact and parity.scatter(eager, again) <= MOST_NOISE:
             unlike = ""
-        unlike = ranks.first(unlike)
+        unlike = rank_decisions.first(unlike)
         if unlike:
             return self._wrong("not repeatable", f"two eager trainings from one start differ: {unlike}", "")
         differs = self._difference(variant.step)
@@ -187,7 +187,7 @@ class Trial:
 
     def _difference(self, step):
         eager, again = self._eager
-        return ranks.first(parity.difference(eager, again, course_of(self.state, step)))
+        return rank_decisions.first(parity.difference(eager, again, course_of(self.state, step)))
 
     def _wrong(self, kind, evidence, prefix="wrong numbers: "):
         return Outcome(prefix + evidence, finding=Finding(kind, WRONG, str(self.state.path), evidence))

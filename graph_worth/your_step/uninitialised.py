@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_worth.capture.host_graph_rules import ALLOCATIONS
-from graph_worth.your_step import rank_decisions as ranks
+from graph_worth.your_step import rank_decisions
 from graph_worth.your_step.parts import tensors_in
 from graph_worth.your_step.place import Place, place_of_call
 from graph_worth.your_step.step_watch import written
@@ -17,7 +17,7 @@ def read_before_written(state, indices: list[int]) -> tuple[Place, str] | None:
     """Make a step on each of some batches; return (place of an allocation, evidence), None where it does not matter."""
     for index in indices:
         found, has_nan = _filled_step(state, index, float("nan"))
-        if ranks.first(has_nan) and not ranks.first(_filled_step(state, index, 0.0)[1]):
+        if rank_decisions.first(has_nan) and not rank_decisions.first(_filled_step(state, index, 0.0)[1]):
             return found
     return None
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graph_worth.text import printable
 from common.data import limits
 from common.data.limits import first_line, open_regular
+from graph_worth.text import printable
 
 FLAG = "--data"
 FIELDS = ("input_ids", "labels", "loss_mask", "seq_start_id")

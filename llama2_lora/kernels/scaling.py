@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from graph_worth.parallel import collectives
 from common.precision.fp8 import E4M3_MAX, E5M2_MAX
+from graph_worth.parallel import collectives
 from llama2_lora.config import FORWARD_SCALES, SCALES, Config
 
 

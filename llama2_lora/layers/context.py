@@ -7,8 +7,8 @@ and gives each rank the sum of their gradients.
 
 import torch
 
-from graph_worth.parallel import collectives
 from common.parallel.differentiable_collectives import places
+from graph_worth.parallel import collectives
 from llama2_lora.config import Config
 from llama2_lora.data.windows import PackedBatch
 from llama2_lora.kernels.attention import FlashAttention

@@ -11,12 +11,12 @@ the same quantised for the GEMM that reads it first.
 
 import torch
 
-from graph_worth.measuring.marks import mark
 from common.precision import nvfp4
+from graph_worth.measuring.marks import mark
 from llama2_lora.config import Config
 from llama2_lora.kernels.attention import split_qkv
-from llama2_lora.kernels.torch_operators import dropout_key
 from llama2_lora.kernels.scaling import Formats, Scaling, restored
+from llama2_lora.kernels.torch_operators import dropout_key
 from llama2_lora.layers.tensor import TensorRanks
 from llama2_lora.plan import workspace
 from llama2_lora.weights.adapters import Adapters

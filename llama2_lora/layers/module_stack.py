@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from graph_worth.measuring.marks import mark, section
 from common.precision.fp8 import NoScaling
 from common.precision.transformer_engine import TransformerEngineScaling
+from graph_worth.measuring.marks import mark, section
 from llama2_lora.config import Config
 from llama2_lora.kernels.scaling import restored
 from llama2_lora.layers import plain, transformer_engine

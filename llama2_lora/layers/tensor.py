@@ -8,8 +8,8 @@ all norms.
 
 import torch
 
-from graph_worth.parallel import collectives
 from common.parallel.differentiable_collectives import own_rows
+from graph_worth.parallel import collectives
 
 
 class TensorRanks:

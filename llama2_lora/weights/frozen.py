@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from graph_worth.parallel import collectives
 from common.precision import nvfp4
 from common.precision.fp8 import E4M3_MAX
+from graph_worth.parallel import collectives
 from llama2_lora.config import REPLICATED, Config
 from llama2_lora.kernels.scaling import Formats
 

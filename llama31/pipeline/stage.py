@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from common.schedule import communications, numbered, order
 from graph_worth.measuring.marks import mark, section
 from graph_worth.parallel import collectives
-from common.schedule import communications, numbered, order
 
 
 class Eager:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from graph_worth.text import printable
 from common.data.limits import MAX_ROWS, first_line
 from common.data.safetensors_file import open_file
+from graph_worth.text import printable
 
 NAMES = ("moments", "context")
 # The format's name of a dtype -> numpy's.

@@ -17,11 +17,11 @@ from unittest import mock
 
 import pytest
 
-from graph_worth.harness import ask, command, measure, report, run
 from benchmarks import compare, gate, publish, submit, sweep
+from graph_worth.folders import ROOT
+from graph_worth.harness import ask, command, measure, report, run
 from graph_worth.harness.processes import launch
 from graph_worth.harness.script import models
-from graph_worth.folders import ROOT
 from graph_worth.your_step import doctor, step_file
 from tests.helpers import contracts
 from tests.helpers.made_run import put

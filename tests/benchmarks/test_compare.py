@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from benchmarks import compare, runs
-from graph_worth.harness.files import run_file
 from benchmarks.pages import tables
 from graph_worth.folders import ROOT
+from graph_worth.harness.files import run_file
 from tests.helpers.made_run import FOLDER, made_run, put, write
 
 

@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks import publish
+from graph_worth.folders import ROOT
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Census
 from graph_worth.harness.files.run_file import Damaged
-from graph_worth.folders import ROOT
 from graph_worth.machine import source
 from tests.helpers.made_run import made_run, write
 

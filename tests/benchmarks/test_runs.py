@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks import runs
 from benchmarks.archive import ArchivedHost
+from benchmarks.pages import tables
+from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.files.workload import Workload
 from graph_worth.harness.pages import run_table
-from benchmarks.pages import tables
-from graph_worth.folders import OWN_STEP, ROOT
 from tests.helpers.made_run import FOLDER, H200, made_run, put, write
 
 EAGERS = ("eager", "eager_twin", "graph_layer")

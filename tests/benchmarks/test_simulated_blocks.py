@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from graph_worth.harness import intervals as statistics
+from graph_worth.harness import intervals
 from graph_worth.harness.builds.request import FEWEST_CYCLES
 from tests.helpers import simulated_blocks
 
@@ -26,10 +26,10 @@ def test_the_simulation_computes_what_statistics_does():
     words = set()
     for cycles in (1, 8, 12):
         for run in range(200):
-            one = statistics.ratio_of([((math.exp(log),), 1.0) for log in logs[:cycles, -1, run]])
+            one = intervals.ratio_of([((math.exp(log),), 1.0) for log in logs[:cycles, -1, run]])
             assert math.log(one.ratio) == pytest.approx(mean[cycles - 1, -1, run], abs=1e-9)
             assert one.half_width == pytest.approx(math.expm1(half[cycles - 1, -1, run]), rel=1e-6)
-            word = statistics.word(one)
+            word = intervals.word(one)
             words.add(word)
             assert is_verdict[cycles - 1, -1, run] == (word in ("faster", "slower"))
     assert words == {"same", "faster", "slower", "unclear"}

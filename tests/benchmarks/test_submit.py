@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
-from graph_worth.harness import script
 from benchmarks import submit
-from benchmarks.slurm import jobs as queue
+from benchmarks.slurm import jobs
 from graph_worth.folders import ROOT
+from graph_worth.harness import script
 from tests.helpers.slurm_shims import shims
 
 MODEL = "tests.lying_model"
@@ -315,7 +315,7 @@ def test_a_signal_leaves_nothing_in_the_queue(slurm, tmp_path, number, name, wor
     [("exec sleep 20", "sbatch gives no answer in 5 s; see squeue --me"), ("echo welcome; exit 0", "see squeue --me")],
 )
 def test_without_an_answer_the_user_is_told_how_to_look(slurm, tmp_path, monkeypatch, script, said, capsys):
-    monkeypatch.setattr(queue, "SLURM_LIMIT_S", 5)
+    monkeypatch.setattr(jobs, "SLURM_LIMIT_S", 5)
     slurm.do("sbatch", "--parsable --hold --chdir", script)
     assert go("--out", tmp_path) == 1
     assert said in capsys.readouterr().err

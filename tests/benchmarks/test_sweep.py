@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from graph_worth.harness import run, script
 from benchmarks import sweep
+from graph_worth.folders import ROOT
+from graph_worth.harness import run, script
 from graph_worth.harness.command import Mistake
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.processes import launch, supervisor
-from graph_worth.folders import ROOT
 from tests.helpers import made_run
 from tests.helpers.processes import is_running, until
 

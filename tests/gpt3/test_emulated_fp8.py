@@ -4,9 +4,9 @@ import numpy
 import pytest
 import torch
 
-from graph_worth.capture.host_graph import HostPool
 from common.precision.fp8 import E4M3_MAX, E5M2_MAX
 from gpt3.emulated_fp8 import EmulatedLinear, EmulatedScaling
+from graph_worth.capture.host_graph import HostPool
 
 # (mantissa bits, smallest exponent, largest value)
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)

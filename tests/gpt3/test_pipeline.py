@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graph_worth.capture.pool import Pool
 from common.optimizers.no_adam import NUDGE
 from common.schedule import peak_in_flight
-from graph_worth.made_variant import Unsupported
 from gpt3 import train
 from gpt3.config import PRESETS
 from gpt3.pipeline import stage as pipeline
 from gpt3.pipeline import stage_graphs
 from gpt3.state import State
+from graph_worth.capture.pool import Pool
+from graph_worth.made_variant import Unsupported
 from tests.helpers import contracts
 from tests.helpers.followed import difference, follow
 from tests.helpers.gpt3_case import CPU, SMALL, STEPS, eager_step_of

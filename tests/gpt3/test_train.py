@@ -16,10 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from common import flops
-from graph_worth.made_variant import Unsupported
 from gpt3 import train
 from gpt3.config import PRESETS
 from gpt3.state import State, held_out_batches, hyperparameters, resolve, training_batches
+from graph_worth.made_variant import Unsupported
 from tests.helpers import contracts, gloo_ranks
 from tests.helpers.followed import difference, follow
 from tests.helpers.gpt3_case import CPU, SMALL

@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from graph_worth.capture.host_graph import HostPool
 from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
-from graph_worth.parallel import collectives
 from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import Ranks, make_groups
 from gpt3 import zero
+from graph_worth.capture.host_graph import HostPool
+from graph_worth.parallel import collectives
 from tests.helpers import gloo_ranks
 
 pytestmark = pytest.mark.slow

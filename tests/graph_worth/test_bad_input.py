@@ -11,8 +11,8 @@ import pytest
 import gpt3.config
 import rnnt.config
 import stable_diffusion.config
-from graph_worth import config
 from common import fit
+from graph_worth import config
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"gpt3": gpt3.config, "rnnt": rnnt.config, "stable_diffusion": stable_diffusion.config}

@@ -1,6 +1,5 @@
 """The wheel, unpacked and started as the command graph-worth, beside a project with packages of our names."""
 
-import ast
 import json
 import os
 import subprocess
@@ -8,13 +7,13 @@ import sys
 import zipfile
 
 import pytest
+from common.folders import ROOT
 
 from benchmarks import measure
-from common.folders import ROOT
 from common.your_step import step_file
 
 # The launcher's environment has no torch.
-LAUNCHER = "import sys; sys.modules['torch'] = None; import graph_worth; sys.exit(graph_worth.main())"
+LAUNCHER = "import sys; sys.modules['torch'] = None; from graph_worth.__main__ import main; sys.exit(main())"
 PROJECT = {
     "common/__init__.py": "WIDTH = 8",
     "common/config.py": "from common import WIDTH\ndef width(): return WIDTH",
@@ -121,7 +120,7 @@ def test_an_installed_watch_looks_at_a_script(installed, project):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["nope"], 2, "graph-worth: takes one of measure, doctor"),
+        (["nope"], 2, "graph-worth: takes one of measure, bench, doctor"),
         (["measure", "nowhere.py"], 2, "graph-worth measure: --step nowhere.py: there is no file"),
         (["report", "nowhere.json"], 2, "graph-worth report: nowhere.json"),
         (["--help"], 0, ""),
@@ -135,18 +134,7 @@ def test_a_mistake_is_one_line(installed, project, words, status, said):
 
 @pytest.mark.slow
 def test_a_clone_leaves_the_names_free_too(project):
-    words = [sys.executable, str(ROOT / step_file.START), "common.your_step.doctor", "steps/my_step.py:build"]
+    words = [sys.executable, str(step_file.START), "graph_worth.your_step.doctor", "steps/my_step.py:build"]
     variables = os.environ | {step_file.FOLDER: str(project)}
     done = subprocess.run(words, cwd=project, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Nothing stands against a graph" in done.stdout, done.stderr
-
-
-def test_common_imports_itself_in_the_form_that_start_reads():
-    for path in (ROOT / "common").rglob("*.py"):
-        names = [
-            each.name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Import)
-            for each in node.names
-        ]
-        assert not [name for name in names if name.split(".")[0] == "common"], path

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from graph_worth.harness import command, report
 from benchmarks import compare, overview, plot, runs
+from benchmarks.pages.markdown import in_markdown
+from graph_worth.harness import command, report
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.partial import prose_without_folders
 from graph_worth.harness.pages import run_table
-from benchmarks.pages.markdown import in_markdown
 from graph_worth.text import lines, printable
 from tests.helpers.made_run import FOLDER, made_run, write
 

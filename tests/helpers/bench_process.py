@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+from graph_worth.folders import ROOT
 from graph_worth.harness import judge
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run, Variant
-from graph_worth.folders import ROOT
 
 MODEL = "tests.lying_model"
 

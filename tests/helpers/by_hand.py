@@ -7,8 +7,8 @@ import torch
 from graph_worth.capture.pool import Pool
 from graph_worth.config import Run
 from graph_worth.contract import Training
-from graph_worth.script import by_hand
 from graph_worth.made_variant import Capture
+from graph_worth.script import by_hand
 
 CPU = torch.device("cpu")
 DECAY = 0.9

@@ -5,8 +5,8 @@ import importlib
 import torch
 
 from graph_worth import contract
-from graph_worth.script.session import Model
 from graph_worth.made_variant import enter
+from graph_worth.script.session import Model
 
 
 def request(name, *arguments):

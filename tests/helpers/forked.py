@@ -65,7 +65,9 @@ def _main(module, arguments, environment, stdout, stderr):
     os.chdir(ROOT)
     # As python -m has it: the folder first, and no name of what forked it.
     sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    imported_again = {"__mp_main__"} | {name for name in sys.modules if name.split(".")[0] in ("tests", "benchmarks")}
+    imported_again = {"__mp_main__"} | {
+        name for name in sys.modules if name.split(".")[0] in ("tests", "benchmarks", "graph_worth")
+    }
     if environment.get("TRITON_INTERPRET") == "1":
         # Triton, which torch imports, decides when it is imported. Its C++ cannot be loaded twice and does not ask.
         triton = {name for name in sys.modules if name.split(".")[0] == "triton"}

@@ -16,8 +16,8 @@ from llama2_lora import plan as plans
 from llama2_lora import train
 from llama2_lora.config import PRESETS
 from llama2_lora.kernels.attention import PlainAttention
-from llama2_lora.kernels.torch_operators import TorchOperators
 from llama2_lora.kernels.scaling import Formats
+from llama2_lora.kernels.torch_operators import TorchOperators
 from llama2_lora.layers.handwritten import HandwrittenStack
 from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights

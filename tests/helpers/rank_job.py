@@ -24,8 +24,8 @@ from torch import distributed as dist
 from graph_worth.capture.pool import Pool
 from graph_worth.config import Run, Timing
 from graph_worth.contract import Training
-from graph_worth.parallel import collectives
 from graph_worth.made_variant import Capture, Unsupported
+from graph_worth.parallel import collectives
 from tests.helpers.by_hand import trained
 
 KINDS = ("killed", "oom", "refused", "raised", "stalled", "none")

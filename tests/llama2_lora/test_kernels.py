@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llama2_lora.config import Config
-from llama2_lora.kernels.torch_operators import TorchOperators
 from llama2_lora.kernels.scaling import Formats, Scaling
+from llama2_lora.kernels.torch_operators import TorchOperators
 from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted
 
 triton = pytest.importorskip("triton")

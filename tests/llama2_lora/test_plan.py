@@ -34,7 +34,7 @@ def bytes_of_storages(*roots):
             todo += each.values()
         elif isinstance(each, (list, tuple)):
             todo += each
-        elif type(each).__module__.startswith(("llama2_lora", "common")) and hasattr(each, "__dict__"):
+        elif type(each).__module__.startswith(("llama2_lora", "common", "graph_worth")) and hasattr(each, "__dict__"):
             todo += vars(each).values()
     return sum(storages.values())
 

@@ -9,13 +9,13 @@ import torch
 
 from common.data.checkpoint import open_checkpoint
 from common.data.safetensors_file import File, open_file
-from graph_worth.parallel import collectives
 from graph_worth.made_variant import Unsupported
+from graph_worth.parallel import collectives
 from llama2_lora import plan, train
 from llama2_lora import state as states
 from llama2_lora.config import PRESETS, REPLICATED, Config, flops_per_step, layer_weights
-from llama2_lora.kernels.torch_operators import dropout_key
 from llama2_lora.kernels.scaling import Formats
+from llama2_lora.kernels.torch_operators import dropout_key
 from llama2_lora.layers.handwritten import QKV
 from llama2_lora.state import State, require_kind
 from llama2_lora.weights import frozen as shards

@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graph_worth.parallel import collectives
 from common.parallel import groups
 from common.parallel.buckets import GradientBuckets
 from common.parallel.groups import Place
 from common.precision import nvfp4
 from common.precision.fp8 import E4M3_MAX
 from graph_worth.made_variant import Unsupported
+from graph_worth.parallel import collectives
 from llama31 import linears, model, train
 from llama31.config import PRESETS, ROPE_SCALING
 from llama31.device import require_precision

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from graph_worth.config import Timing, needs, option
 from common.parallel.groups import Parallel
+from graph_worth.config import Timing, needs, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from graph_worth.measuring import torch_settings
 from graph_worth.made_variant import Unsupported
+from graph_worth.measuring import torch_settings
 from moe import train
 from moe.exchange import require_capturable
 from moe.state import OF_EXPERTS

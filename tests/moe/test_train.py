@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from graph_worth.measuring import torch_settings
 from graph_worth.made_variant import leave
+from graph_worth.measuring import torch_settings
 from moe import train
 from moe.attention import Sequences, attend
 from tests.helpers.contracts import made

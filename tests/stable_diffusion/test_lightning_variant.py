@@ -13,9 +13,9 @@ pytest.importorskip("lightning", reason="an extra: ./setup.sh lightning")
 
 from graph_worth.capture.pool import CaptureError
 from graph_worth.contract import Training
+from graph_worth.made_variant import Unsupported
 from graph_worth.measuring.course import course
 from graph_worth.script.step_checks import compare_with_eager
-from graph_worth.made_variant import Unsupported
 from stable_diffusion.config import PRESETS
 from stable_diffusion.data import synthetic
 from stable_diffusion.state import State

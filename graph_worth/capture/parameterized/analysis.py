@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graph_worth.capture import tensor_places as memory
-from graph_worth.capture.graph_error import CaptureError, RegionRefused
+from graph_worth.capture import tensor_places
 from graph_worth.capture.cuda_graph import CudaGraph, new_workspaces
+from graph_worth.capture.graph_error import CaptureError, RegionRefused
 from graph_worth.capture.parameterized import arenas, driver, random_state, words
 from graph_worth.capture.parameterized.host_region import check_none_kept
 from graph_worth.capture.parameterized.nodes import Node, check_alike, read_nodes
@@ -128,7 +128,7 @@ def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
     """Run the region eagerly; the generator's increment and the inputs that were written."""
     draws = random_state.generator(device)
     for _ in range(_NUM_WARM_UPS):
-        inputs = [memory.clone(tensor) for tensor in example_inputs]
+        inputs = [tensor_places.clone(tensor) for tensor in example_inputs]
         versions = [tensor._version for tensor in inputs]
         before = draws.get_offset()
         fn(*inputs)
@@ -172,22 +172,26 @@ class _Seen(TorchDispatchMode):
     def keep_outside(self, known: list[tuple[int, int]]) -> None:
         """Let go of what was made and of memory that is known, (address, bytes)."""
         self.made.clear()
-        self.read = {key: s for key, s in self.read.items() if s.nbytes() and memory.find(s.data_ptr(), known) < 0}
+        self.read = {
+            key: s for key, s in self.read.items() if s.nbytes() and tensor_places.find(s.data_ptr(), known) < 0
+        }
 
 
 def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
-    inputs = [memory.clone(tensor) for tensor in example_inputs]
+    inputs = [tensor_places.clone(tensor) for tensor in example_inputs]
     # With a state of its own, seed and offset of the two captures have different addresses.
     with new_workspaces(), random_state.aside(device):
         graph, result, made, segments = _record(fn, inputs, mode, device)
-    blocks = [block for block in made if memory.find(block.address, segments) >= 0]
-    given = [(tensor.data_ptr(), memory.extent(tensor)) for tensor in inputs]
+    blocks = [block for block in made if tensor_places.find(block.address, segments) >= 0]
+    given = [(tensor.data_ptr(), tensor_places.extent(tensor)) for tensor in inputs]
     mode.keep_outside(given + segments)
     outputs = [_place(index, leaf, device, given, blocks) for index, leaf in enumerate(result)]
     del result
     check_none_kept(lambda: _num_kept(graph))
     # Some versions of torch make seed and offset for every capture, others where one draws.
-    seeds = [block[:2] for block in made if block.size == _SEED_BYTES and memory.find(block.address, segments) < 0]
+    seeds = [
+        block[:2] for block in made if block.size == _SEED_BYTES and tensor_places.find(block.address, segments) < 0
+    ]
     if draws and len(seeds) != 2:
         raise RegionRefused("random numbers are drawn from another state of a generator than torch's own")
     given += seeds if draws else []
@@ -206,15 +210,15 @@ def _place(index, leaf, device, given, blocks):
     if leaf.layout != torch.strided or leaf.device != device:
         raise RegionRefused(f"result {index} is not a strided tensor of the GPU")
     if not leaf.numel():
-        return memory.Place(-1, 0, memory.describe(leaf))
-    address, owner = leaf.data_ptr(), memory.find(leaf.data_ptr(), given)
+        return tensor_places.Place(-1, 0, tensor_places.describe(leaf))
+    address, owner = leaf.data_ptr(), tensor_places.find(leaf.data_ptr(), given)
     if owner < 0:
         # Of all tensors that had these bytes the last one is alive.
-        last = memory.find(address, blocks[::-1])
+        last = tensor_places.find(address, blocks[::-1])
         if last < 0:
             raise RegionRefused(f"result {index} was made before the region: pass it as an input")
         owner = len(given) + len(blocks) - 1 - last
-    return memory.Place(owner, address - (given + blocks)[owner][0], memory.describe(leaf))
+    return tensor_places.Place(owner, address - (given + blocks)[owner][0], tensor_places.describe(leaf))
 
 
 def _record(fn, inputs, mode, device):
@@ -254,7 +258,7 @@ def _compare(first, second, increment, written, read) -> Analysis:
     # No launch knows the second one's memory, and the first launches need as much.
     second.release()
     num_inputs = len(first.inputs)
-    in_pool = [p for p in first.outputs if isinstance(p, memory.Place) and p.allocation >= num_inputs]
+    in_pool = [p for p in first.outputs if isinstance(p, tensor_places.Place) and p.allocation >= num_inputs]
     others = [block.address for block in second.blocks]
     plan = arenas.plan(first.blocks, others, {place.allocation - num_inputs for place in in_pool})
     results = [

@@ -18,7 +18,7 @@ from torch._dynamo import register_backend
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.cudagraphs import find_input_mutations
 
-from graph_worth.capture import tensor_places as memory
+from graph_worth.capture import tensor_places
 from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.parameterized import sums
 from graph_worth.capture.parameterized.region import capture
@@ -234,7 +234,7 @@ def _reason_against_inputs(inputs, written) -> str:
         return "its inputs are on several devices"
     if any(inputs[index].is_conj() or inputs[index].is_neg() for index in written):
         return "it writes an input that is lazily conjugated or negated"
-    ranges = [(tensor.data_ptr(), tensor.data_ptr() + memory.extent(tensor)) for tensor in inputs]
+    ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor_places.extent(tensor)) for tensor in inputs]
     for one, (start, end) in ((index, ranges[index]) for index in written):
         for other, (first, last) in enumerate(ranges):
             if other != one and start < last and first < end:

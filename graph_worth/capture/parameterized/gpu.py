@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from graph_worth.capture import tensor_places as memory
+from graph_worth.capture import tensor_places
 from graph_worth.capture.graph_error import CaptureError, RegionRefused
 from graph_worth.capture.host_graph_memory import held_outside
 from graph_worth.capture.parameterized import driver, random_state, words
@@ -96,7 +96,7 @@ class GpuRegion:
             if any(tensor.is_cuda is not self._on_gpu for tensor in inputs):
                 raise RegionRefused("an input is on another device than before")
             # Kernels were chosen for aligned addresses.
-            aligned = [memory.clone(tensor) if tensor.data_ptr() & 15 else tensor for tensor in inputs]
+            aligned = [tensor_places.clone(tensor) if tensor.data_ptr() & 15 else tensor for tensor in inputs]
             arenas = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in self._sizes]
             for arena in [] if fill is None else arenas:
                 arena.fill_(fill)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ class GpuRegion:
 
     def _result(self, place, inputs, arenas):
         """A result as a tensor over memory of the launch; a Python value as it is."""
-        if not isinstance(place, memory.Place):
+        if not isinstance(place, tensor_places.Place):
             return place
         index, offset, metadata = place.allocation, place.offset, place.metadata
         size, stride, dtype = metadata["size"], metadata["stride"], metadata["dtype"]
@@ -180,7 +180,7 @@ class GpuRegion:
             return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
         if index >= self._num_inputs:
             storage = arenas[index - self._num_inputs].untyped_storage()
-        elif offset == 0 and memory.describe(inputs[index]) == metadata:
+        elif offset == 0 and tensor_places.describe(inputs[index]) == metadata:
             # With the input's own count of versions: autograd sees where it is overwritten.
             return inputs[index].detach()
         else:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from graph_worth.capture import tensor_places as memory
+from graph_worth.capture import tensor_places
 from graph_worth.capture.graph_error import CaptureError, RegionRefused
 from graph_worth.capture.host_graph_memory import ExternalStorage, View, held_outside
 from graph_worth.capture.host_graph_recorder import Recorder, copy_results, refuse_inside_capture, replaying
@@ -20,7 +20,7 @@ class HostRegion:
 
     def __init__(self, fn, example_inputs: list[torch.Tensor]):
         refuse_inside_capture("the capture of a region", "runs inside a capture")
-        inputs = [memory.clone(tensor) for tensor in example_inputs]
+        inputs = [tensor_places.clone(tensor) for tensor in example_inputs]
         versions = [tensor._version for tensor in inputs]
         state = torch.get_rng_state()
         recorder = Recorder({}, [torch.default_generator])

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from graph_worth.capture import tensor_places as memory
+from graph_worth.capture import tensor_places
 from graph_worth.capture.graph_error import RegionRefused
 from graph_worth.capture.parameterized import random_state
 
@@ -56,7 +56,7 @@ class Verification:
     def prove(self, analysis) -> None:
         """Compare launches with eager runs, then launches with other words in the place of unexplained ones."""
         ranges = (*analysis.first.segments, *analysis.first.given)
-        self._spoiled = [memory.bytes_at(address, size, self._device) for address, size in ranges if size]
+        self._spoiled = [tensor_places.bytes_at(address, size, self._device) for address, size in ranges if size]
         for tensor in self._spoiled:
             tensor.fill_(_POISON)
         try:
@@ -92,15 +92,17 @@ class Verification:
     def _eager(self) -> list[Any]:
         """Results and inputs of an eager run from the same random state."""
         self._draws.set_state(self._state)
-        inputs = [memory.clone(tensor) for tensor in self._examples]
+        inputs = [tensor_places.clone(tensor) for tensor in self._examples]
         return [*self._fn(*inputs), *inputs]
 
     def _launch(self, fill) -> tuple[list[Any], int, list[torch.Tensor]]:
         """Results and inputs of a launch from the same random state, and all its memory as bytes."""
         self._draws.set_state(self._state)
-        inputs = [memory.clone(tensor) for tensor in self._examples]
+        inputs = [tensor_places.clone(tensor) for tensor in self._examples]
         results, arenas = self._region.launch(inputs, fill)
-        owned = [memory.bytes_at(t.data_ptr(), memory.extent(t), self._device) for t in inputs if t.numel()]
+        owned = [
+            tensor_places.bytes_at(t.data_ptr(), tensor_places.extent(t), self._device) for t in inputs if t.numel()
+        ]
         return [*results, *inputs], len(results), [*arenas, *owned]
 
     def _compare(self, wrong, got, eager, num_results, fill):
@@ -110,7 +112,7 @@ class Verification:
         others = []
         for _ in range(_NUM_REPEATS):
             # What eager leaves unwritten then differs from run to run.
-            memory.fill_free(self._device, next(self._fills))
+            tensor_places.fill_free(self._device, next(self._fills))
             others.append(_chosen(wrong, self._eager()))
         for index in wrong:
             name = f"result {index}" if index < num_results else f"input {index - num_results}"

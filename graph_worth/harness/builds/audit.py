@@ -10,8 +10,8 @@ import math
 import secrets
 from collections.abc import Iterator
 
-from graph_worth.harness.files.partial import Partial
 from graph_worth.harness.builds import block_plan
+from graph_worth.harness.files.partial import Partial
 
 # Audits of a variant; one where steps or resets take long. A CPU shares its cores: several slow ones show something.
 AUDITS = {"cuda": 2, "cpu": 3}

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from graph_worth.harness import checks, judge, intervals as statistics
-from graph_worth.harness.checks import Fault
-from graph_worth.harness.files import partial
-from graph_worth.harness.files.partial import Partial
+from graph_worth.harness import checks, intervals, judge
 from graph_worth.harness.builds import audit, block_plan
 from graph_worth.harness.builds.build_worker import BuildWorker, OutOfVariants, TryAgain
 from graph_worth.harness.builds.request import FEWEST_CYCLES, BuildRequest, Settings
+from graph_worth.harness.checks import Fault
+from graph_worth.harness.files import partial
+from graph_worth.harness.files.partial import Partial
 from graph_worth.harness.processes import locks
 from graph_worth.harness.processes.host_load import busy_processes
 
@@ -224,7 +224,7 @@ class BuildMeasurement:
             return False
         limit_s = 60 * (minutes or (AUTO_MINUTES if is_auto else 0.0))
         is_over = time.monotonic() - self.began_s >= limit_s
-        return is_over or (is_auto and statistics.enough(list(self._ratios(LATER_CYCLES).values())))
+        return is_over or (is_auto and intervals.enough(list(self._ratios(LATER_CYCLES).values())))
 
     def _progress(self, number, took_s):
         ratios, known = self._ratios(), self.request.variants
@@ -240,7 +240,7 @@ class BuildMeasurement:
         found = "  ".join(f"{name} {ratios[name].ratio:.3f}x" for name in names[:3])
         return f"{text}: {found}" if found else text
 
-    def _ratios(self, without_last: int = 0) -> dict[str, statistics.Ratio]:
+    def _ratios(self, without_last: int = 0) -> dict[str, intervals.Ratio]:
         """Ratios of the variants in the quiet cycles so far, less the last ones, without the control."""
         run = partial.folded(self.partial.facts)
         own, base = judge.Judged(run, run.builds[self.request.name]), self._of("plan")[-1]["base"]

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from graph_worth.harness.files.partial import Partial
 from graph_worth.harness.builds.request import BuildRequest, Settings
+from graph_worth.harness.files.partial import Partial
 from graph_worth.harness.processes.worker_process import LOST_PEER, Worker, WorkerEnded
 
 # Facts of a worker that are those of all workers of its build, besides its configuration.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from graph_worth.files import write_text
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import (
     Again,
@@ -29,7 +30,6 @@ from graph_worth.harness.files.facts import (
     Trained,
     Variant,
 )
-from graph_worth.files import write_text
 from graph_worth.text import name_of, without_folders
 
 SUFFIX = ".partial.jsonl"

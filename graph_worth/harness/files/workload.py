@@ -3,8 +3,8 @@
 import itertools
 from dataclasses import dataclass
 
-from graph_worth.harness.files.facts import Build, Run, stem, title_of
 from graph_worth.folders import OWN_STEP
+from graph_worth.harness.files.facts import Build, Run, stem, title_of
 
 
 @dataclass(frozen=True, order=True)

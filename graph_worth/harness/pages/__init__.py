@@ -1,0 +1,1 @@
+"""Table and page of a run."""

@@ -4,12 +4,12 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from graph_worth.harness import intervals as statistics
+from graph_worth.folders import OWN_STEP
+from graph_worth.harness import intervals
 from graph_worth.harness.files.facts import Run, digits
 from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS, Judged, judged
 from graph_worth.harness.pages.reasons import reason
-from graph_worth.folders import OWN_STEP
 from graph_worth.text import printable
 
 COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity", "paid back")
@@ -126,7 +126,7 @@ def cells_of(own: Judged, name: str, busy: bool = False) -> dict[str, str]:
     }
 
 
-def ratio_cells(ratio: statistics.Ratio) -> tuple[str, str, str, str]:
+def ratio_cells(ratio: intervals.Ratio) -> tuple[str, str, str, str]:
     """Return base ms, ms, ratio and interval, which is "" for a single cycle."""
     interval = f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio.cycles > 1 else ""
     return milliseconds(ratio.base_ms), milliseconds(ratio.variant_ms), f"{ratio.ratio:.3f}x", interval
@@ -190,7 +190,7 @@ def _meaning(own: Judged) -> str:
     for name, variant in own.build.variants.items():
         ratio = own.ratio_of(name) if variant.kind not in ("eager", "control") and name != own.run.control else None
         if ratio is not None and ratio.cycles > 1:
-            word = statistics.word(ratio)
+            word = intervals.word(ratio)
             lines.append(f"{name}: {word} on this host now{_beside(own, name, ratio)}.")
             why = reason(own, name) if word in ("same", "slower") else ""
             lines += [f"Why not faster: {why}."] if why else []
@@ -208,15 +208,15 @@ def _graphs_of(variant) -> list[str]:
     return [f"{number}, with {100 * share:.0f} % of the GPU's time, {made}."]
 
 
-def _beside(own: Judged, name: str, ratio: statistics.Ratio) -> str:
+def _beside(own: Judged, name: str, ratio: intervals.Ratio) -> str:
     """How sure it is, how much of its ceiling it reached, and the control beside a small effect."""
     text = f", to within {100 * ratio.half_width:.1f} %"
     reached, clocks = own.reached(name), (own.sm_mhz(name), own.sm_mhz(own.base))
     if reached is not None:
         text += f"; {100 * reached:.1f} % of the most"
-        if None not in clocks and reached < 1 - statistics.NEAR:
+        if None not in clocks and reached < 1 - intervals.NEAR:
             text += f" ({clocks[0]:.0f} MHz, {own.base} {clocks[1]:.0f})"
     control = own.ratio_of(own.run.control) if own.run.control in own.build.variants else None
-    if control is not None and abs(ratio.ratio - 1) < statistics.SMALL_EFFECT:
+    if control is not None and abs(ratio.ratio - 1) < intervals.SMALL_EFFECT:
         text += f"; control {control.ratio:.3f}x, to within {100 * control.half_width:.1f} %"
     return text

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from graph_worth.folders import ROOT
+from graph_worth.your_step.step_file import START
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 TERMINATE_S = 15.0
@@ -37,7 +38,15 @@ def start(command: list[str], asks: bool, folder: Path | None = None, **options)
     asks: it gets a SIGTERM and ASK_S to end first. folder: of the command, which does not outlive it.
     """
     more = ["--ask"] * asks + (["--remove", str(folder)] if folder else [])
-    words = [sys.executable, "-m", "graph_worth.harness.processes.supervisor", str(os.getpid()), *more, "--", *command]
+    words = [
+        sys.executable,
+        str(START),
+        "graph_worth.harness.processes.supervisor",
+        str(os.getpid()),
+        *more,
+        "--",
+        *command,
+    ]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True, **options)
 
 

@@ -41,8 +41,8 @@ def _note(name):
 def _watch():
     try:
         _note("torch")
-        runpy.run_path(os.path.join(os.path.dirname(HERE), "start.py"))["install"]()
-        importlib.import_module("_graph_worth.common.your_step.script_watch").ScriptWatch(FOLDER)
+        runpy.run_path(os.path.join(os.path.dirname(os.path.dirname(HERE)), "start.py"))["install"]()
+        importlib.import_module("graph_worth.your_step.script_watch").ScriptWatch(FOLDER)
     except Exception as error:
         print("graph-worth: no watch over this script:", repr(error), file=sys.stderr)
 

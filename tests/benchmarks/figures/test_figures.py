@@ -9,16 +9,16 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import plot, runs
 from benchmarks.figures import front, style
+from benchmarks.pages import headlines
+from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.judge import judged
-from benchmarks.pages import headlines
-from graph_worth.folders import OWN_STEP, ROOT
 from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, texts, words
 from tests.helpers.made_run import made_run, write
 
 GPUS = ("H100", "H200")
-PAGE_STYLE = (ROOT / "benchmarks" / "pages" / "web" / "page.css").read_text()
+PAGE_STYLE = (ROOT / "graph_worth" / "harness" / "pages" / "web" / "page.css").read_text()
 WANDERING = [18.0, 19.0, 20.0, 21.0]
 
 

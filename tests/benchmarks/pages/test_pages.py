@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from graph_worth.harness import measure
 from benchmarks import overview, runs
+from benchmarks.pages import headlines, readme, tables
+from graph_worth.folders import OWN_STEP, ROOT
+from graph_worth.harness import measure
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Alone, Latency, Raised, stem
-from benchmarks.pages import headlines, readme, tables
 from graph_worth.harness.pages import run_table
-from graph_worth.folders import OWN_STEP, ROOT
 from tests.helpers.made_run import made_run, put, write
 
 MUON = ROOT / "results/h100x1/your_step-bench-muon-build/20261126T001619Z-757612f1.json"

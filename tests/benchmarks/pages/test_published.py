@@ -3,9 +3,9 @@
 import importlib
 import re
 
+from benchmarks.pages.published import of_model, published, title_of
 from graph_worth.harness import script
 from graph_worth.harness.files.facts import stem
-from benchmarks.pages.published import of_model, published, title_of
 
 
 def test_the_models_once_each():

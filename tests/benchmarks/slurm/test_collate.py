@@ -2,8 +2,8 @@
 
 import pytest
 
-from graph_worth.harness.files import partial
 from benchmarks.slurm import collate
+from graph_worth.harness.files import partial
 from tests.helpers import made_run
 
 

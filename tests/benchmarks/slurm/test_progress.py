@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from graph_worth.harness.files import partial
 from benchmarks.slurm import progress
 from graph_worth.folders import ROOT
+from graph_worth.harness.files import partial
 from tests.helpers import made_run
 
 # ------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from graph_worth.folders import ROOT
 from graph_worth.harness import judge
 from graph_worth.harness.files import partial, run_file
-from graph_worth.folders import ROOT
 from tests.helpers.processes import processes_with, until
 from tests.helpers.slurm_cluster import Cluster, free_ports
 
@@ -52,7 +52,7 @@ def cluster(request, tmp_path_factory):
 
 
 def copy_of_repository(folder):
-    for name in ("benchmarks", "common", "gpt3", "tests/lying_model"):
+    for name in ("benchmarks", "common", "graph_worth", "gpt3", "tests/lying_model"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "tests" / "__init__.py").touch()
     other = shutil.copytree(folder / "tests" / "lying_model", folder / "tests" / "other_model")

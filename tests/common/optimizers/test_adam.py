@@ -4,9 +4,9 @@ import numpy
 import pytest
 import torch
 
-from graph_worth.capture.host_graph import HostPool
 from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
+from graph_worth.capture.host_graph import HostPool
 
 SHAPES = [(5, 3), (7,)]
 # A large eps makes the update depend on the gradients' scale, so that clipping shows in the weights.

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from graph_worth.capture.pool import Pool
 from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
 from common.optimizers.loss_scaler import LossScaler
+from graph_worth.capture.pool import Pool
 
 
 class Rule:

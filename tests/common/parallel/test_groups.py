@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from graph_worth.parallel import collectives
 from common.parallel import groups
 from common.parallel.groups import Parallel, Place, Ranks, fill_, make_groups
+from graph_worth.parallel import collectives
 from tests.helpers import gloo_ranks
 
 DECOMPOSITIONS = [Ranks(1, tp=2, pp=2), Ranks(2, tp=2), Ranks(1, pp=4), Ranks(2, pp=2), Ranks(2, cp=2), Ranks(4)]

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from graph_worth.capture.pool import Pool
 from common.precision import nvfp4
+from graph_worth.capture.pool import Pool
 from graph_worth.made_variant import Unsupported
 
 # OCP Microscaling Formats 1.0, table of E2M1: codes 0 to 7, the eighth bit is the sign.

@@ -35,4 +35,7 @@ print(*seen())
 def test_a_capture_imports_no_compiler_and_leaves_one_that_is_there_alone():
     answer = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=True)
     # torch's own wrapper is a function of the mode's module, ours is not.
-    assert answer.stdout.splitlines() == ["1 graph_worth.capture.dispatch_modes False", "1 graph_worth.measuring.operator_count"]
+    assert answer.stdout.splitlines() == [
+        "1 graph_worth.capture.dispatch_modes False",
+        "1 graph_worth.measuring.operator_count",
+    ]

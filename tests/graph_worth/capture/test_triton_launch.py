@@ -9,9 +9,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed: pip inst
 
 import triton.language as tl  # noqa: E402
 
-from graph_worth.machine.host_pace import measure_us  # noqa: E402
 from graph_worth.capture import triton_launch  # noqa: E402
 from graph_worth.capture.triton_launch import Launch  # noqa: E402
+from graph_worth.machine.host_pace import measure_us  # noqa: E402
 from tests.helpers import triton_driver  # noqa: E402
 from tests.helpers.triton_interpreter import DEVICE, INTERPRETED, on_device, run_interpreted  # noqa: E402
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import command, judge, measure, report
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.pages import reasons, run_table
 from graph_worth.harness.processes.gpus import Gpus
-from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.your_step import step_file
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run

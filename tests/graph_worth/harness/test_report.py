@@ -5,9 +5,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from graph_worth.folders import ROOT
 from graph_worth.harness import report
 from graph_worth.harness.files.facts import Alone, Raised
-from graph_worth.folders import ROOT
 from tests.helpers import browser
 from tests.helpers.made_run import made_run, put
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from graph_worth.folders import ROOT
 from graph_worth.harness import run
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Reruns
 from graph_worth.harness.processes import supervisor
-from graph_worth.folders import ROOT
 from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, only_verdicts, start, wait_for, workers
 from tests.helpers.made_run import HEADER, add_cycle, put
 from tests.helpers.once import once

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from graph_worth.harness import watch
 from graph_worth.folders import ROOT
+from graph_worth.harness import watch
 
 HEAD = """
 import os, signal, sys, torch

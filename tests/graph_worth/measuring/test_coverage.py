@@ -2,7 +2,7 @@
 
 import torch
 
-from graph_worth.measuring import coverage, marks, kernel_trace as trace
+from graph_worth.measuring import coverage, kernel_trace, marks
 
 
 class Region:
@@ -55,15 +55,15 @@ def test_launches_of_a_trace_count_in_their_sections_and_by_themselves_alone(mon
         of_kind("cuda_runtime", "cudaLaunchKernel", 21.0, 5),
         *(of_kind("kernel", "k", 100.0, correlation) for correlation in (1, 2, 2, 2, 4, 5)),
         of_kind("gpu_memset", "m", 100.0, 3),
-    ] * trace.TRACED_STEPS
+    ] * kernel_trace.TRACED_STEPS
 
     def trace_steps(step, cuda):
         assert cuda
-        for index in range(trace.UNTRACED_STEPS + trace.TRACED_STEPS):
+        for index in range(kernel_trace.UNTRACED_STEPS + kernel_trace.TRACED_STEPS):
             step(index)
         return {"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}
 
-    monkeypatch.setattr(trace, "trace_steps", trace_steps)
+    monkeypatch.setattr(kernel_trace, "trace_steps", trace_steps)
     found = coverage.measure(lambda index: region.launch([torch.ones(1)]), [region], cuda=True)
     assert found == {"nodes": 2.0, "eager": 2.0, "coverage": 0.5}
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graph_worth.measuring import kernel_trace as trace
+from graph_worth.measuring import kernel_trace
 
 ORIGIN_NS = 1_795_328_640_000_000_000
 
@@ -29,7 +29,7 @@ def test_busy_is_the_union_of_all_streams():
         intervals = [(generator.randrange(60), generator.randrange(9)) for _ in range(12)]
         covered = {time for start, duration in intervals for time in range(start, start + duration)}
         events = [work(*interval, stream=index % 3) for index, interval in enumerate(intervals)]
-        assert trace.busy_us(trace.gpu_work(events)) == len(covered)
+        assert kernel_trace.busy_us(kernel_trace.gpu_work(events)) == len(covered)
 
 
 def test_facts_are_of_a_step_and_of_the_gpus_work_alone():
@@ -39,20 +39,20 @@ def test_facts_are_of_a_step_and_of_the_gpus_work_alone():
         events += [work(origin, 900, 3), work(origin + 100, 400, 4, stream=8, category="gpu_memcpy")]
         events += [work(origin + 1200, 300, 4)]
     events += [call("cudaGraphLaunch", 0, 3), call("cudaLaunchKernel", 0, 4)]
-    found = trace.facts(events, 2)
+    found = kernel_trace.facts(events, 2)
     assert (found["busy_ms"], found["kernels"], found["graph_share"]) == (1.2, 3, 0.5)
     # 900 us of each 1,600 us of kernels and copies are the graph's.
     assert found["graph_time_share"] == pytest.approx(0.5625)
-    assert trace.graph_time_share(trace.gpu_work([work(0, 5, 9)])) is None
+    assert kernel_trace.graph_time_share(kernel_trace.gpu_work([work(0, 5, 9)])) is None
     # From 0 to 3,000 us, 300 us idle in each step and 300 between them; the copy's 400 us lie behind a kernel.
     assert (found["gap_ms"], found["overlap_ms"]) == (0.3, 0.4)
     assert found["top_kernels"][0]["num"] == 3 and len(found["kernels_hash"]) == 16
-    assert trace.facts(events[:1], 2) == {"busy_ms": None, "kernels": None, "graph_share": None}
+    assert kernel_trace.facts(events[:1], 2) == {"busy_ms": None, "kernels": None, "graph_share": None}
 
 
 def test_the_share_of_kernels_that_graphs_launched():
     def share(*events):
-        return trace.graph_kernel_share(trace.gpu_work(events))
+        return kernel_trace.graph_kernel_share(kernel_trace.gpu_work(events))
 
     eager = [call("cuLaunchKernelEx", 0.0, 5), work(9.0, 2.0, 5)]
     assert share(*eager) == 0.0
@@ -78,7 +78,7 @@ def test_a_step_of_a_host_that_runs_ahead_begins_when_the_gpu_is_through_with_th
         work(1006.0, 600.0, 2),
         work(1705.4, 300.0, 3),
     ]
-    assert trace.timeline(events) == {"timeline_us": [[1, 601], [700, 1000]], "timeline_step_us": 1000}
+    assert kernel_trace.timeline(events) == {"timeline_us": [[1, 601], [700, 1000]], "timeline_step_us": 1000}
 
 
 def test_a_step_of_a_slow_host_begins_and_ends_with_the_host():
@@ -91,7 +91,7 @@ def test_a_step_of_a_slow_host_begins_and_ends_with_the_host():
         call("cudaDeviceSynchronize", 300.0),
         work(160.0, 40.0, 2),
     ]
-    assert trace.timeline(events) == {"timeline_us": [[60, 100]], "timeline_step_us": 200}
+    assert kernel_trace.timeline(events) == {"timeline_us": [[60, 100]], "timeline_step_us": 200}
 
 
 def test_short_gaps_are_no_gaps_and_overlapping_work_is_one_interval():
@@ -99,7 +99,7 @@ def test_short_gaps_are_no_gaps_and_overlapping_work_is_one_interval():
     spans = [(0, 100), (101.9, 98.1), (202, 98), (250, 20), (290, 110), (3900, 100)]
     events = [call("cudaStreamQuery", 0.0), *(work(start, duration, 9) for start, duration in spans)]
     expected = {"timeline_us": [[0, 200], [202, 400], [3900, 4000]], "timeline_step_us": 4000}
-    assert trace.timeline(events) == trace.timeline(events[::-1]) == expected
+    assert kernel_trace.timeline(events) == kernel_trace.timeline(events[::-1]) == expected
 
 
 def test_a_copy_on_another_stream_moves_no_begin_and_is_cut_at_it():
@@ -113,13 +113,13 @@ def test_a_copy_on_another_stream_moves_no_begin_and_is_cut_at_it():
         work(5.0, 45.0, 2),
         work(70.0, 40.0, 3),
     ]
-    assert trace.timeline(events) == {"timeline_us": [[0, 60]], "timeline_step_us": 60}
+    assert kernel_trace.timeline(events) == {"timeline_us": [[0, 60]], "timeline_step_us": 60}
 
 
 def test_without_the_mark_or_work_there_is_no_timeline():
-    assert trace.timeline([]) == {}
-    assert trace.timeline([call("cudaStreamQuery", 1.0)]) == {}
-    assert trace.timeline([call("cudaLaunchKernel", 0.0, 1), work(1.0, 2.0, 1)]) == {}
+    assert kernel_trace.timeline([]) == {}
+    assert kernel_trace.timeline([call("cudaStreamQuery", 1.0)]) == {}
+    assert kernel_trace.timeline([call("cudaLaunchKernel", 0.0, 1), work(1.0, 2.0, 1)]) == {}
 
 
 # --- Kineto's events without a file
@@ -143,12 +143,12 @@ def test_kinetos_events_become_those_of_a_chrome_trace():
         kineto("Activity Buffer Request", "CPU", ORIGIN_NS, 1, 0, 0),
         kineto("step", "CUDA", ORIGIN_NS, 1, 0, 7, annotation=True),
     ]
-    found = trace.chrome_events(events, ORIGIN_NS)
+    found = kernel_trace.chrome_events(events, ORIGIN_NS)
     kinds = ["cuda_runtime", "kernel", "cuda_driver", "gpu_memcpy", "gpu_memset", "other", "user_annotation"]
     assert [event["cat"] for event in found] == kinds
     assert (found[0]["ts"], found[0]["dur"], found[0]["args"]) == (1.0, 2.001, {"correlation": 5})
     assert found[1]["ts"] == 9000.001
-    assert [each["is_kernel"] for each in trace.gpu_work(found)] == [True, False, False]
+    assert [each["is_kernel"] for each in kernel_trace.gpu_work(found)] == [True, False, False]
 
 
 def test_a_profile_holds_the_asked_steps_alone_and_marks_the_last(monkeypatch):
@@ -169,7 +169,7 @@ def test_a_profile_holds_the_asked_steps_alone_and_marks_the_last(monkeypatch):
         for _ in range(count):
             torch.ones(3).sin()
 
-    found = trace.profile(run_steps, 4, 6)
+    found = kernel_trace.profile(run_steps, 4, 6)
     assert order == [1] * 9 + ["mark", 1]
     sines = [event for event in found.events if event["name"] == "aten::sin"]
     assert len(sines) == 4
@@ -205,14 +205,14 @@ def test_events_on_a_gpu_are_those_of_the_chrome_trace_and_show_the_last_step(tm
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd.profiler, "profile", keeping)
-        found = trace.profile(run_steps, 4, 3)
+        found = kernel_trace.profile(run_steps, 4, 3)
     kept[0].kineto_results.save(str(tmp_path / "trace.json"))
-    whole = trace.gpu_work(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
-    work = trace.gpu_work(found.events)
+    whole = kernel_trace.gpu_work(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+    work = kernel_trace.gpu_work(found.events)
     for key in ("is_kernel", "by_graph"):
         assert sorted(event[key] for event in work) == sorted(event[key] for event in whole)
-    assert trace.busy_us(work) == pytest.approx(trace.busy_us(whole), rel=1e-3)
-    last = trace.timeline(found.events)
+    assert kernel_trace.busy_us(work) == pytest.approx(kernel_trace.busy_us(whole), rel=1e-3)
+    last = kernel_trace.timeline(found.events)
     assert 10_000 < last["timeline_step_us"] < 12_000
     work.sort(key=lambda event: event["start_us"])
     busy_us = sum(event["duration_us"] for event in work[-8:])

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from graph_worth.measuring import kernel_trace as trace
+from graph_worth.measuring import kernel_trace
 from graph_worth.measuring.marks import section
 from tests.helpers import forked
 from tests.helpers.by_hand import ByHand, Variant
@@ -67,7 +67,7 @@ def operators(events, section):
 def test_every_section_is_a_range_within_a_step(profiles, variant):
     events = profiles[variant][1]["traceEvents"]
     steps = [event for event in of(events, "user_annotation") if event["name"].startswith("ProfilerStep")]
-    assert len(steps) == trace.TRACED_STEPS
+    assert len(steps) == kernel_trace.TRACED_STEPS
     ranges = [event for event in of(events, "user_annotation") if "#" not in event["name"]]
     assert sorted({event["name"] for event in ranges}) == sorted(SECTIONS)
     for event in ranges:
@@ -100,7 +100,7 @@ def test_profiled_run_says_where_the_trace_is_and_times_nothing(profiles, varian
     lines = out.splitlines()
     assert result["status"] == "pass" and result["variant"] == variant
     assert result["ms"] is None and result["step_ms"] == []
-    assert result["steps"] == trace.UNTRACED_STEPS + trace.TRACED_STEPS == len(result["losses"])
+    assert result["steps"] == kernel_trace.UNTRACED_STEPS + kernel_trace.TRACED_STEPS == len(result["losses"])
     assert result["replays"] == result["expected_replays"]
     assert (result["replays"] > 0) == (variant != "eager")
     (place,) = [index for index, line in enumerate(lines) if line.startswith("traced, not timed: 3 steps in")]
@@ -143,7 +143,7 @@ def traced(folder, rank=0):
 
 def test_only_rank_zero_writes_and_every_rank_makes_the_same_steps(tmp_path):
     made = [traced(tmp_path, rank).variant.indices for rank in (0, 1)]
-    num_steps = trace.UNTRACED_STEPS + trace.TRACED_STEPS
+    num_steps = kernel_trace.UNTRACED_STEPS + kernel_trace.TRACED_STEPS
     assert made[0] == made[1] and made[0][-num_steps:] == list(range(num_steps))
     assert [path.name for path in tmp_path.glob("profile*")] == ["profile0.json"]
 
@@ -162,5 +162,5 @@ def test_sections_are_summed_over_a_step_in_order_of_appearance():
         event("aten::add", 0.0, 9000.0, "cpu_op"),
         {"ph": "M", "name": "process_name"},
     ]
-    assert trace.sections({"traceEvents": events}) == pytest.approx({"early": 0.5, "late": 1.0})
-    assert list(trace.sections({"traceEvents": events})) == ["early", "late"]
+    assert kernel_trace.sections({"traceEvents": events}) == pytest.approx({"early": 0.5, "late": 1.0})
+    assert list(kernel_trace.sections({"traceEvents": events})) == ["early", "late"]

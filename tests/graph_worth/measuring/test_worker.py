@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from graph_worth.contract import Training
+from graph_worth.made_variant import Refused, Unsupported
 from graph_worth.measuring import worker as worker_module
 from graph_worth.measuring.worker import Worker
-from graph_worth.made_variant import Refused, Unsupported
 
 CPU, ONE_RANK = torch.device("cpu"), SimpleNamespace(rank=0, world_size=1)
 

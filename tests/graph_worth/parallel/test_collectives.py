@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graph_worth.capture.host_graph import HostPool
-from graph_worth.parallel import collectives
 from common.parallel import differentiable_collectives as regions
 from common.parallel.buckets import GradientBuckets
+from graph_worth.capture.host_graph import HostPool
+from graph_worth.parallel import collectives
 from tests.helpers import gloo_ranks
 
 

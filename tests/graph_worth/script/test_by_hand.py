@@ -10,8 +10,8 @@ import torch
 from graph_worth.capture.pool import CaptureError
 from graph_worth.machine import memory
 from graph_worth.machine.source import source_hash
-from graph_worth.script import by_hand
 from graph_worth.made_variant import Unsupported
+from graph_worth.script import by_hand
 from tests.helpers.by_hand import DECAY, Config, Graphed, StaleWeights, State, Variant, expected_losses, running
 
 ADVICE = "Times of one run say little: make bench MODEL=tests.small measures what a graph is worth"

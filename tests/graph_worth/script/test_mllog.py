@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from graph_worth.script import mllog
 from graph_worth.made_variant import Unsupported
+from graph_worth.script import mllog
 from tests.helpers import by_hand as by_hand_helpers
 from tests.helpers import forked
 from tests.helpers.by_hand import Variant
 
 ROOT = Path(__file__).resolve().parents[3]
-RULES = ROOT / "common" / "script" / "mllog_rules.yaml"
+RULES = ROOT / "graph_worth" / "script" / "mllog_rules.yaml"
 HYPERPARAMETERS = {
     "seed": 7,
     "global_batch_size": 4,

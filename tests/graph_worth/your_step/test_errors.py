@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from graph_worth.capture import host_graph_rules as rules
-from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.errors import explained
+from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.pool import Pool
 from graph_worth.your_step import record, user_file
 from graph_worth.your_step.doctor import diagnose

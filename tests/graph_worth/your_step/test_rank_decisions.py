@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from graph_worth.your_step import rank_decisions as ranks
+from graph_worth.your_step import rank_decisions
 from graph_worth.your_step.findings import NOTE, STOPS
 from graph_worth.your_step.place import Place
 from graph_worth.your_step.step_watch import Operator
@@ -49,7 +49,9 @@ def diagnosed(tmp_path, **changes):
         text = text.replace(old, new)
     path = tmp_path / "my_step.py"
     path.write_text(text)
-    first, second = gloo_ranks.run_script("graph_worth.your_step.doctor", [f"{path}:build", str(tmp_path / "said")], 2, 120)
+    first, second = gloo_ranks.run_script(
+        "graph_worth.your_step.doctor", [f"{path}:build", str(tmp_path / "said")], 2, 120
+    )
     begun, _, first = first.partition("\n")
     assert begun.startswith("looks at the step")
     assert not second and first.strip() == (tmp_path / "said").read_text().strip()
@@ -96,10 +98,10 @@ def test_other_collectives_stop_a_capture_and_other_operators_do_not(tmp_path, m
             return [value, theirs if value[0].name == "aten.mm" else theirs[1:]]
         return [value, value]
 
-    monkeypatch.setattr(ranks, "of_all_ranks", steps_of_ranks)
+    monkeypatch.setattr(rank_decisions, "of_all_ranks", steps_of_ranks)
     (tmp_path / "a.py").write_text("")
     state = SimpleNamespace(path=tmp_path / "a.py", batches=[])
     step = SimpleNamespace(operators=[operator("aten.mm", 1), operator("c10d.allreduce_", 2)])
-    found = ranks.parting(state, step)
+    found = rank_decisions.parting(state, step)
     assert [each.level for each in found] == ([level] if level else [])
     assert not found or found[0].where == f"a.py:{line}"

@@ -5,7 +5,7 @@ import json
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from graph_worth.measuring import kernel_trace as trace
+from graph_worth.measuring import kernel_trace
 from graph_worth.your_step import script_watch
 from graph_worth.your_step.script_watch import ScriptWatch
 
@@ -19,7 +19,7 @@ def test_a_profiler_that_fails_ends_the_watch_and_not_the_script(tmp_path, monke
     monkeypatch.setattr(script_watch.os, "register_at_fork", lambda **_: None)
     for name, answer in {"is_available": True, "is_initialized": True, "synchronize": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(trace, "profiled", fails)
+    monkeypatch.setattr(kernel_trace, "profiled", fails)
     ScriptWatch(str(tmp_path))
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graph_worth.capture import tensor_places as memory
+from graph_worth.capture import tensor_places
 from graph_worth.capture.graph_error import CaptureError, RegionRefused
 from graph_worth.capture.parameterized import backend, driver, gpu, nodes, random_state
 from graph_worth.capture.pool import Pool
@@ -77,7 +77,7 @@ def assert_like_eager(parameterized, run, make, times=4):
     kept, shaken = [], []
     for index in range(times):
         inputs = make()
-        copies = [memory.clone(tensor) for tensor in inputs]
+        copies = [tensor_places.clone(tensor) for tensor in inputs]
         shaken.append(torch.empty((index + 1) * 3 * MIB, dtype=torch.uint8, device=inputs[0].device))
         state = torch.cuda.get_rng_state()
         results = parameterized(*inputs)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graph_worth.capture import tensor_places as memory
+from graph_worth.capture import tensor_places
 from graph_worth.capture.graph_error import RegionRefused
 from graph_worth.capture.parameterized import verify
 from graph_worth.capture.parameterized.words import Unexplained
@@ -50,7 +50,7 @@ def deterministic():
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     """Copies on the host, found again by their address."""
-    copies, original, draws = [], memory.clone, Generator()
+    copies, original, draws = [], tensor_places.clone, Generator()
 
     def clone(tensor):
         copies.append(original(tensor))
@@ -60,8 +60,8 @@ def host(monkeypatch):
         (found,) = [tensor for tensor in copies if tensor.data_ptr() == address]
         return found.view(torch.uint8)
 
-    monkeypatch.setattr(memory, "clone", clone)
-    monkeypatch.setattr(memory, "bytes_at", bytes_at)
+    monkeypatch.setattr(tensor_places, "clone", clone)
+    monkeypatch.setattr(tensor_places, "bytes_at", bytes_at)
     monkeypatch.setattr(verify.random_state, "generator", lambda device: draws)
     return draws
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from graph_worth.harness.files.partial import Partial
 from graph_worth.harness.builds import audit
+from graph_worth.harness.files.partial import Partial
 
 STEPS = {"untimed": 2, "timed": 30, "drained": 3, "resets_each": True}
 

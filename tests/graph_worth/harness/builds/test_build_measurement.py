@@ -6,13 +6,13 @@ from typing import ClassVar
 import pytest
 
 from graph_worth.harness import checks, judge, measure, run
-from graph_worth.harness.checks import Fault
-from graph_worth.harness.files import partial, run_file
-from graph_worth.harness.files.partial import Partial
 from graph_worth.harness.builds import block_plan, build_measurement
 from graph_worth.harness.builds.audit import AUDITS
 from graph_worth.harness.builds.build_measurement import BuildMeasurement
 from graph_worth.harness.builds.request import FEWEST_CYCLES, BuildRequest, Settings
+from graph_worth.harness.checks import Fault
+from graph_worth.harness.files import partial, run_file
+from graph_worth.harness.files.partial import Partial
 from tests.helpers.made_run import HEADER, block
 
 # Seconds on an H100 of the parts of a run of nanoGPT before its first cycle, and after its last one; of its two

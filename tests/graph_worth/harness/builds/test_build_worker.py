@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from graph_worth.harness import run
-from graph_worth.harness.files.partial import SUFFIX, Partial
 from graph_worth.harness.builds.build_worker import BuildWorker, StartFailed, TryAgain
 from graph_worth.harness.builds.request import BuildRequest, Settings
-from graph_worth.harness.processes import worker_process as worker
+from graph_worth.harness.files.partial import SUFFIX, Partial
+from graph_worth.harness.processes import worker_process
 from graph_worth.harness.processes.worker_process import WorkerEnded
 
 FACTS = {"config": {"layers": 8, "batch": 4}, "flops_per_step": 2.0, "items_per_step": 4, "period": None}
@@ -156,14 +156,14 @@ def test_a_block_in_which_this_process_was_stopped_is_measured_again_and_then_le
 
 
 def test_a_stop_of_this_process_is_counted(own, monkeypatch, tmp_path):
-    monkeypatch.setattr(worker.supervisor, "start", lambda *words, **more: None)
-    monkeypatch.setattr(worker, "_listening", lambda folder: None)
+    monkeypatch.setattr(worker_process.supervisor, "start", lambda *words, **more: None)
+    monkeypatch.setattr(worker_process, "_listening", lambda folder: None)
     before = signal.getsignal(signal.SIGCONT)
     try:
-        worker.Worker(["x"], {}, tmp_path / "log")
-        stops = worker._stops
+        worker_process.Worker(["x"], {}, tmp_path / "log")
+        stops = worker_process._stops
         os.kill(os.getpid(), signal.SIGCONT)
-        assert worker._stops == stops + 1
+        assert worker_process._stops == stops + 1
     finally:
         signal.signal(signal.SIGCONT, before)
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import archive
 from benchmarks.archive import ArchivedHost
-from graph_worth.harness.files.workload import Workload
 from graph_worth.folders import ROOT
+from graph_worth.harness.files.workload import Workload
 
 ARCHIVE = ROOT / "results" / "archive"
 # Names of today, as results/archive/README.md has them.

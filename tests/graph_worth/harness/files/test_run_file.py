@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from graph_worth.folders import ROOT
 from graph_worth.harness import command, judge
 from graph_worth.harness.files import partial, run_file, schema_3
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.files.partial import Partial
 from graph_worth.harness.judge import Fault
-from graph_worth.folders import ROOT
 from tests.helpers.made_run import HEADER, add_cycle, made_run, write
 
 PUBLISHED = sorted(path for path in (ROOT / "results").glob("h*/*/*.json"))

@@ -7,8 +7,8 @@ import uuid
 
 import pytest
 
-from graph_worth.harness.processes.locks import GpuBusy, gpu_locks, num_others
 from graph_worth.folders import ROOT
+from graph_worth.harness.processes.locks import GpuBusy, gpu_locks, num_others
 from tests.helpers.processes import is_running
 
 # Holds the GPUs of its command line and waits to be ended. Its child keeps open files if it can.

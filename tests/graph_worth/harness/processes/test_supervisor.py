@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from graph_worth.harness.processes import supervisor
 from graph_worth.folders import ROOT
+from graph_worth.harness.processes import supervisor
 from tests.helpers.processes import processes_with, until
 
 # A child with a grandchild in a session of its own, as torchrun's workers are.
