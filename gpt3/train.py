@@ -97,7 +97,7 @@ from graph_worth.script.session import session
 # 1. The eager step. The baseline `eager` runs it as it is.
 
 
-# Registers the step for command line and harness (graph_worth/contract.py, docs/reading_a_script.md). Skip at first reading.
+# Registers the step for command line and harness (docs/reading_a_script.md). Skip at first reading.
 @variant(
     "eager",
     kind="eager",

@@ -12,7 +12,7 @@ import torch
 from graph_worth.capture.pool import CaptureError, Pool
 from graph_worth.machine import memory
 
-# The memory that eager steps take: torch's own, or the graphs' pool where both do not fit (graph_worth/measuring/worker.py).
+# The memory that eager steps take: torch's own, or the graphs' pool where both do not fit (measuring/worker.py).
 eager_memory: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
@@ -52,7 +52,7 @@ def synchronize():
 class Capture:
     """How a variant captured: strategy in words, the pools of its graphs, and what `timed` fills.
 
-    Wall seconds; memory: "warmup", "compile" or "capture" -> what `graph_worth.machine.memory.noted` says, on a GPU; report:
+    Wall seconds; memory: "warmup", "compile" or "capture" -> what `memory.noted` says, on a GPU; report:
     what the file of a run holds of it besides, as JSON has it. state, device: of the training.
     """
 

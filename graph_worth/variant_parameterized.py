@@ -23,7 +23,7 @@ class Parameterized(Compiled):
         functions: (object, attribute) of each function that is replaced.
         what: the functions in words, for the strategy.
         capture: the variant's.
-        summed: parameters of each layer whose hooks add gradients to main_grad (graph_worth/capture/parameterized/sums.py).
+        summed: parameters of each layer whose hooks add gradients to main_grad (capture/parameterized/sums.py).
             The step uses each once in a backward pass, which is loss.backward().
 
     Raises:

@@ -106,8 +106,8 @@ MARK_EVERY = 16
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step. The baselines run it as it is, `eager` on layers of --layer, `eager_te` on Transformer Engine's.
-# @variant registers code for the command line and the harness (graph_worth/contract.py, docs/reading_a_script.md): skip it
-# at first reading.
+# @variant registers code for the command line and the harness (docs/reading_a_script.md): skip it at
+# first reading.
 
 
 @variant(

@@ -8,7 +8,7 @@ import torch
 class CaptureError(RuntimeError):
     """A graph cannot hold an operator, or a replay would be wrong; it names the operator and the user's file:line.
 
-    reason: a constant of `graph_worth.capture.host_graph_rules`, where one of them says why. place: file:line, where known.
+    reason: a constant of host_graph_rules, where one of them says why. place: file:line, where known.
     log: lines of CUDA's error log, of calls that failed in the capture.
     """
 

@@ -19,8 +19,7 @@ Works with:     one device; precision 32-true, 64-true, bf16-true, bf16-mixed, 1
 Refused:        other strategies and precisions, accumulate_grad_batches > 1, manual optimization (and with it several
                 optimizers), an overridden optimizer_step, an optimizer that is not capturable or whose learning rate
                 is not a tensor
-Without a GPU a host graph stands in (graph_worth/capture/host_graph.py): there the capture itself makes its step, on CUDA a
-replay.
+Without a GPU a host graph stands in (host_graph.py): there the capture itself makes its step, on CUDA a replay.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ On CUDA a graph is a `torch.cuda.CUDAGraph` (cuda_graph.py beside this file); wi
 Rules that hold on both devices, because they hold on the GPU:
 - Graphs of one pool are replayed in the order of their capture. Memory that was free when a graph was
   captured may be used by it, whatever an earlier graph left there.
-- Captures run on the current stream, which must not be the default one (`graph_worth.measuring.torch_settings` sets a side
+- Captures run on the current stream, which must not be the default one (measuring/torch_settings.py sets a side
   stream for the whole process, for eager variants too), after at least one eager pass over the same code.
 - What a replay needs from outside the pool (weights, static inputs, gradient buffers) must stay alive
   at its address; what `fn` returned is valid until the next replay of this graph.

@@ -1,4 +1,4 @@
-"""The course of a training: losses of its steps, and hashes or copies of its state, for `graph_worth.measuring.parity`."""
+"""The course of a training: losses of its steps, and hashes or copies of its state, for parity.py."""
 
 import hashlib
 from array import array

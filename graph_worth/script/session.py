@@ -36,7 +36,7 @@ class Model:
 
     Args:
         args: of `graph_worth.contract.parse`.
-        build: build(config, device, ranks) returns a `graph_worth.contract.Training`. ranks has rank, world_size, preset,
+        build: build(config, device, ranks) returns a `contract.Training`. ranks has rank, world_size, preset,
             the preset's name, and traits, those of the variant on the command line.
         device: of this rank.
         rank: of this process in the process group.
@@ -73,7 +73,7 @@ class Model:
         return self.training
 
     def make(self, name: str) -> Any:
-        """Make a variant (`graph_worth.made_variant.Variant`) from the training; Unsupported where it cannot run here."""
+        """Make a variant (`made_variant.Variant`) from the training; Unsupported where it cannot run here."""
         declared, code = self.declared[name], self._code_of(name)
         capture = Capture(strategy=declared.help, state=self.training.state, device=self.device)
         if declared.takes_index:

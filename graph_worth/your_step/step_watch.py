@@ -1,6 +1,6 @@
 """One eager step under watch: its operators, and each call that no graph can hold, with the user's line.
 
-The rules are those of host graphs (graph_worth/capture/host_graph_rules.py). A host graph stops at the first call that it
+The rules are those of host graphs (capture/host_graph_rules.py). A host graph stops at the first call that it
 refuses; here every one is noted and the step goes on.
 """
 

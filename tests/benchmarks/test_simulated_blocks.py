@@ -1,4 +1,4 @@
-"""The simulation follows graph_worth.harness.intervals, the rates are reached, and results/simulation.md has its tables."""
+"""The simulation follows harness/intervals.py, the rates are reached, and results/simulation.md has its tables."""
 
 import math
 import re

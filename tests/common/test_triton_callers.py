@@ -1,4 +1,4 @@
-"""Whoever uses graph_worth/capture/triton_launch: each launch is the one that Triton would make, whatever came before it.
+"""Whoever uses capture/triton_launch.py: each launch is the one that Triton would make, whatever came before it.
 
 Kernels are compiled, and launches noted instead of made: tests/helpers/triton_driver.py.
 """

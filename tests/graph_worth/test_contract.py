@@ -1,4 +1,4 @@
-"""graph_worth/contract.py, graph_worth/script/session.py: mistakes of a script in one line, promises that depend on the config."""
+"""contract.py, script/session.py: mistakes of a script in one line, promises that depend on the config."""
 
 import os
 import subprocess

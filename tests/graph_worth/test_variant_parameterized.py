@@ -1,4 +1,4 @@
-"""graph_worth/variant_parameterized over the models' own layers, on the host graph: eager's bits, and what is refused."""
+"""variant_parameterized.py over the models' own layers, on the host graph: eager's bits, and what is refused."""
 
 import importlib
 from dataclasses import replace

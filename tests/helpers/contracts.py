@@ -16,7 +16,7 @@ def request(name, *arguments):
 
 
 def model(name, *arguments, device=None):
-    """A `graph_worth.script.session.Model`, not built, of a command line such as ("--preset", "tiny", "--layers", "4")."""
+    """A `session.Model`, not built, of a command line such as ("--preset", "tiny", "--layers", "4")."""
     build = importlib.import_module(f"{name}.train").build
     return Model(request(name, *arguments), build, device or torch.device("cpu"))
 

@@ -102,7 +102,7 @@ def _in_words(error) -> str:
 
 
 class Regions:
-    """The regions that were called inside a `collecting` block, with the interface of `graph_worth.capture.pool.Pool`."""
+    """The regions that were called inside a `collecting` block, with the interface of a Pool."""
 
     def __init__(self):
         self.all: list[Region] = []

@@ -1,7 +1,7 @@
 """The facts of a run, as types: what a run file of schema 4 holds.
 
-Times of steps, losses, hashes, counts, and what a worker raised. There is no verdict among them: `graph_worth.harness.judge`
-makes verdicts when a file is read. Names end in their unit. A value that could not be measured is None.
+Times of steps, losses, hashes, counts, and what a worker raised. There is no verdict among them: judge.py makes verdicts
+when a file is read. Names end in their unit. A value that could not be measured is None.
 """
 
 import statistics as plain
@@ -178,7 +178,7 @@ class Capture(Struct, kw_only=True):
     """A variant's capture: times in s, sizes in bytes, and graphs made beside graphs promised.
 
     `promised_graphs`, `promised_replays` (a step): None where the variant promises any number from 1 up.
-    `bytes_added`: growth of torch's reserved memory while the variant was made; `memory`: see `graph_worth.made_variant.Capture`.
+    `bytes_added`: growth of torch's reserved memory while the variant was made; `memory`: see made_variant.Capture.
     `peak_reserved_bytes`, `driver_bytes`: of older files.
     """
 
@@ -258,7 +258,7 @@ class Alone(Struct, kw_only=True):
 
 
 class Profile(Struct, kw_only=True):
-    """The GPU's work in a step, see `graph_worth.measuring.kernel_trace.facts`; on a CPU operators in the place of kernels."""
+    """The GPU's work in a step, see `kernel_trace.facts`; on a CPU operators in the place of kernels."""
 
     busy_ms: Ms | None = None
     kernels: Amount | None = None

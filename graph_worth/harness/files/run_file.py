@@ -1,6 +1,6 @@
 """The run file, schema 4: one JSON object a run, sealed once and never changed; reading it back, and writing it.
 
-It holds the facts of a run (`graph_worth.harness.files.facts`). Files of schema 3 are read, too (`graph_worth.harness.files.schema_3`).
+It holds the facts of a run (facts.py). Files of schema 3 are read, too (schema_3.py).
 """
 
 import os

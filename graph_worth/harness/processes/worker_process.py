@@ -1,7 +1,7 @@
 """A worker process: start it, tell it what to do, notice when it dies or hangs, end it.
 
-The worker is a training script (`python -m gpt3.train --worker SOCKET`, see graph_worth/measuring/worker.py), on several
-GPUs under torchrun. It runs under graph_worth/harness/processes/supervisor.py, so nothing that it started outlives this process.
+The worker is a training script (`python -m gpt3.train --worker SOCKET`, see measuring/worker.py), on several GPUs under
+torchrun. It runs under supervisor.py, so nothing that it started outlives this process.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""graph_worth/script/by_hand.py: small trainings on the CPU that pass, lie and fail, and what is printed and written."""
+"""script/by_hand.py: small trainings on the CPU that pass, lie and fail, and what is printed and written."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""graph_worth/capture/parameterized/verify with a region that is made up: what the first launches find, without a GPU."""
+"""capture/parameterized/verify.py with a region that is made up: what the first launches find, without a GPU."""
 
 import ctypes
 from types import SimpleNamespace
