@@ -4,13 +4,12 @@ A row never mixes bases. Several runs of one host count as one host. Hosts of th
 the same kernels there.
 """
 
+import statistics as plain
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-
-import intervals as plain
 
 from benchmarks import archive
 from benchmarks.archive import ArchivedHost

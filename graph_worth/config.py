@@ -102,8 +102,9 @@ class Timing:
 def parse(model, config_class, presets, variants, argv=None, facts=None) -> Arguments:
     """Parse `argv` (default: the process's own).
 
-    presets: name -> config_class instance. variants: of `contract.scan`. facts: see describe.py. On `--describe` and `--help` it prints and exits
-    with 0. Any mistake is one line on stderr that names what is allowed, and exit status 2.
+    presets: name -> config_class instance. variants: of `contract.scan`. facts: see describe.py. On `--describe` and
+    `--help` it prints and exits with 0. Any mistake is one line on stderr that names what is allowed, and exit status
+    2.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(

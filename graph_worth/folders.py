@@ -3,12 +3,28 @@
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
+# Starts a module of this package in an interpreter that has not installed it.
+START = PACKAGE / "start.py"
 # Of all copies the wheel alone has the table of operators inside (pyproject.toml); a clone has results/ beside it.
 IS_INSTALLED = (PACKAGE / "results").is_dir()
 # Whose code a run's hash is of: the repository, or the installed package.
 CODE = PACKAGE if IS_INSTALLED else PACKAGE.parent
-# Models lie there, and workers start there: the repository, or the project of who has installed the package.
-ROOT = Path.cwd() if IS_INSTALLED else CODE
+
+
+def models_below(folder: Path) -> list[Path]:
+    """Return the folders with a train.py below a folder, as gpt3/ and examples/minimal/, sorted."""
+    found = [path.parent for pattern in ("[!.]*/train.py", "[!.]*/*/train.py") for path in folder.glob(pattern)]
+    return sorted(path for path in found if path.parent.name != "tests")
+
+
+def _root() -> Path:
+    here = Path.cwd()
+    is_project = IS_INSTALLED or (not here.is_relative_to(CODE) and bool(models_below(here)))
+    return here if is_project else CODE
+
+
+# Models lie there, and workers start there: the repository, or somebody's project that is the current folder.
+ROOT = _root()
 # The model of a step that a user hands over, as run files name it.
 OWN_STEP = "common.your_step"
 _STEP_SCRIPT = "graph_worth.your_step.step_script"

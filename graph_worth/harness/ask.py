@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from graph_worth.config import flag_of
-from graph_worth.folders import OWN_STEP, ROOT, script_of
+from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import script
 from graph_worth.harness.builds.request import BuildRequest
 from graph_worth.harness.command import RUNS, Mistake, words_of
 from graph_worth.harness.files import facts
 from graph_worth.harness.processes import launch
 from graph_worth.harness.processes.gpus import Gpus
-from graph_worth.your_step import step_file
 
 RESULTS = ROOT / "results"
 CONTROL = script.CONTROL
@@ -190,11 +189,7 @@ def _builds_of(variant, description):
 def _build(asked, name, fields, own, has_control) -> BuildRequest:
     description, on_gpu = asked.description, bool(asked.gpus.names)
     options = [text for key, value in fields.items() for text in (flag_of(key), str(value))]
-    script_words = ["-m", script_of(asked.model)]
-    if asked.model == OWN_STEP:
-        # The user's project may have packages of our names.
-        script_words = [str(step_file.START), *script_words[1:]]
-    script_words += ["--preset", asked.preset]
+    script_words = [*script.words_of(asked.model), "--preset", asked.preset]
     declared = {variant: _declared(variant, own, description) for variant in own}
     if has_control:
         declared[CONTROL] = {

@@ -13,8 +13,7 @@ from graph_worth.config import Parser, checked, end_at_once
 from graph_worth.folders import IS_INSTALLED, ROOT
 from graph_worth.text import printable, printed_as_text
 
-# An installed suite lies in site-packages, where nobody looks for runs.
-RUNS = (Path.cwd() if IS_INSTALLED else ROOT) / "runs"
+RUNS = ROOT / "runs"
 TO_SCRIPT = "What follows -- goes to the training script."
 STOPPED = "\nstopped; what was measured stays, and the same command goes on from here"
 

@@ -14,12 +14,11 @@ import shutil
 import subprocess
 import sys
 
-from graph_worth.folders import ROOT
+from graph_worth.folders import ROOT, START
 from graph_worth.harness import command
 from graph_worth.harness.command import Mistake, positive
 from graph_worth.harness.measure import require_torch
 from graph_worth.harness.processes.host_load import busy_processes
-from graph_worth.your_step import step_file
 
 # Of all calls together, once quiet and once beside busy processes.
 SECONDS = 3.0
@@ -46,7 +45,7 @@ def measured(python: str, num_busy: int) -> dict:
     Raises:
         Failed: the process that measures has ended.
     """
-    words = [python, str(step_file.START), "graph_worth.machine.host_pace"]
+    words = [python, str(START), "graph_worth.machine.host_pace"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         to, back = process.stdin, process.stdout
         assert to is not None and back is not None

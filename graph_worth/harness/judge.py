@@ -6,11 +6,10 @@ of schema 3 hold verdicts; their failures stay as they were sealed. `graph_worth
 """
 
 import math
+import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import intervals as plain
 
 from graph_worth.harness import intervals
 from graph_worth.harness.checks import LARGEST_OF_ONE_BLOCK, OF_NUMBERS, Fault, Found, fault_of, scatter_of_losses

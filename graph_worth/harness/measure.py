@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from graph_worth.folders import OWN_STEP, ROOT
+from graph_worth.folders import CODE, OWN_STEP, ROOT, START
 from graph_worth.harness import command, intervals, run
 from graph_worth.harness.ask import Options
 from graph_worth.harness.command import Mistake, amount, count, positive
@@ -208,7 +208,7 @@ def doctor(asked: Options) -> tuple[int, str, dict]:
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "findings"
         step = asked.flags[asked.flags.index("--step") + 1]
-        words = launched.command([str(step_file.START), "graph_worth.your_step.doctor", step, str(text)])
+        words = launched.command([str(START), "graph_worth.your_step.doctor", step, str(text)])
         # Of several ranks each would print its mistake, and torchrun a page about it.
         errors = subprocess.PIPE if asked.ngpu > 1 else None
         options: dict = {"stdout": sys.stderr if sys.stdout is sys.stderr else None, "stderr": errors, "text": True}
@@ -315,7 +315,7 @@ def _measure(args, told: dict) -> int:
     begin_s = time.monotonic()
     asked = request(args)
     os.environ[step_file.PROG] = args.prog
-    if Path.cwd() != ROOT:
+    if Path.cwd() != CODE:
         os.environ[step_file.FOLDER] = os.getcwd()
     require_torch(launch.parse(asked).python, args.python is not None)
     is_left_out = args.quick and not args.doctor

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 
-from graph_worth.folders import OWN_STEP, ROOT, script_of
+from graph_worth.folders import OWN_STEP, ROOT, START, models_below, script_of
 from graph_worth.harness.command import Mistake
 
 DESCRIBE_LIMIT_S = 120
@@ -17,7 +17,7 @@ CONTROL = "control"
 
 def models() -> list[str]:
     """Return the names of top-level folders with a train.py."""
-    return sorted(path.parent.name for path in ROOT.glob("[!.]*/train.py"))
+    return [path.name for path in models_below(ROOT) if path.parent == ROOT]
 
 
 def find_model(text: str) -> str:
@@ -27,8 +27,11 @@ def find_model(text: str) -> str:
         return name
     if all(part.isidentifier() for part in name.split(".")) and ROOT.joinpath(*name.split("."), "train.py").exists():
         return name
-    examples = sorted(path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/train.py"))
-    raise Mistake(f"unknown model {text!r}, --model takes one of {', '.join([*models(), *examples])}")
+    known = sorted(models_below(ROOT), key=lambda path: (path.parent != ROOT, path))
+    if not known:
+        raise Mistake(f"unknown model {text!r}: no folder of {ROOT} has a train.py")
+    names = ", ".join(path.relative_to(ROOT).as_posix() for path in known)
+    raise Mistake(f"unknown model {text!r}, --model takes one of {names}")
 
 
 def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
@@ -43,10 +46,16 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
         raise Mistake((told.strip() or "nothing").splitlines()[-1].removeprefix("python -m ")) from None
 
 
+def words_of(model: str) -> list[str]:
+    """Return the words after the interpreter that start a model's script, as -m gpt3.train."""
+    # A step's project may have packages of our names, and its interpreter another graph_worth, or none.
+    return [str(START) if model == OWN_STEP else "-m", script_of(model)]
+
+
 @functools.cache
 def _told(model: str, preset: str | None, *flags: str) -> str:
     """The answer to --describe: one process tells a model's table."""
-    command = [sys.executable, "-m", script_of(model), "--describe", *(["--preset", preset] if preset else []), *flags]
+    command = [sys.executable, *words_of(model), "--describe", *(["--preset", preset] if preset else []), *flags]
     try:
         answer = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=DESCRIBE_LIMIT_S

@@ -13,7 +13,7 @@ import subprocess
 import tarfile
 from pathlib import Path, PurePosixPath
 
-from graph_worth.folders import CODE
+from graph_worth.folders import CODE, ROOT, models_below
 
 SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h", ".sh", ".sbatch", ".toml", ".yaml")
 NAMES = ("Makefile", "constraints.txt")
@@ -59,12 +59,18 @@ def code_files(root: Path = CODE) -> list[str]:
 # Hashes
 
 
-def source_hash(root: Path = CODE) -> str:
-    """First 16 hex digits of a SHA-256 over path and content of all code below `root`.
+def source_hash(root: Path = CODE, project: Path | None = None) -> str:
+    """First 16 hex digits of a SHA-256 over path and content of all code below `root`, and of a project's models.
 
     Independent of git and of the order in which the file system lists. A link counts by where it points, as in git.
+    project: a folder outside of `root`, where code in the folders that have a train.py counts, too.
     """
-    return hash_files({name: _content(root / name) for name in code_files(root)})
+    files = {name: _content(root / name) for name in code_files(root)}
+    if project is not None:
+        for folder in models_below(project):
+            where = folder.relative_to(project).as_posix()
+            files |= {f"project/{where}/{name}": _content(folder / name) for name in code_files(folder)}
+    return hash_files(files)
 
 
 def source_hash_of_commit(sha: str, root: Path = CODE) -> str | None:
@@ -127,7 +133,8 @@ def git_state(root: Path = CODE) -> tuple[str | None, str | None, bool | None]:
 def describe_source(root: Path = CODE) -> dict:
     """Return `git_state` and `source_hash` by the names that they have beside a run's environment."""
     sha, tree, dirty = git_state(root)
-    return {"git_sha": sha, "git_tree": tree, "git_dirty": dirty, "source_hash": source_hash(root)}
+    project = None if ROOT.is_relative_to(CODE) else ROOT
+    return {"git_sha": sha, "git_tree": tree, "git_dirty": dirty, "source_hash": source_hash(root, project)}
 
 
 def last_commits(number: int, root: Path = CODE) -> list[str]:

@@ -3,7 +3,7 @@
     build -> variant (warm-up, capture) -> canary -> the loop: steps, --parity or --profile -> table, --record
 
 It shows that a variant runs, learns and computes eager's bits. What a graph is worth is measured by `make bench`
-(common/measuring). A variant that cannot run, runs out of memory or fails is a status with a message, no exception.
+(measuring/). A variant that cannot run, runs out of memory or fails is a status with a message, no exception.
 """
 
 import contextlib

@@ -8,8 +8,6 @@ from pathlib import Path
 
 MOST_FILES = 500
 FORM = "FILE.py:FUNCTION, as in my_step.py:build"
-# The program of a worker.
-START = Path(__file__).resolve().parents[1] / "start.py"
 # Environment variable: the folder in which the user's command runs, unless it is the root of the repository.
 FOLDER = "GRAPH_WORTH_FOLDER"
 # Environment variable: the command that the user has typed, such as graph-worth doctor.

@@ -7,10 +7,10 @@ import sys
 import zipfile
 
 import pytest
-from common.folders import ROOT
 
-from benchmarks import measure
-from common.your_step import step_file
+from graph_worth.folders import ROOT, START
+from graph_worth.harness import measure
+from graph_worth.your_step import step_file
 
 # The launcher's environment has no torch.
 LAUNCHER = "import sys; sys.modules['torch'] = None; from graph_worth.__main__ import main; sys.exit(main())"
@@ -68,6 +68,7 @@ def installed(tmp_path_factory):
             [sys.executable, "-c", code, *words], cwd=where, capture_output=True, text=True, timeout=300
         )
 
+    run.site = folder / "site"
     return run
 
 
@@ -134,7 +135,56 @@ def test_a_mistake_is_one_line(installed, project, words, status, said):
 
 @pytest.mark.slow
 def test_a_clone_leaves_the_names_free_too(project):
-    words = [sys.executable, str(step_file.START), "graph_worth.your_step.doctor", "steps/my_step.py:build"]
+    words = [sys.executable, str(START), "graph_worth.your_step.doctor", "steps/my_step.py:build"]
     variables = os.environ | {step_file.FOLDER: str(project)}
     done = subprocess.run(words, cwd=project, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Nothing stands against a graph" in done.stdout, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------
+# A training script of somebody's own, by the contract
+
+
+def run_in(project, way, installed, *words):
+    """(finished command) of `graph-worth` from the wheel, or of `python -m graph_worth` with a clone on PYTHONPATH."""
+    path = installed.site if way == "wheel" else ROOT
+    variables = os.environ | {"PYTHONPATH": str(path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=project, env=variables, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def script(project):
+    """The script of examples/minimal, in a project with packages of our names."""
+    text = (ROOT / "examples" / "minimal" / "train.py").read_text()
+    (project / "mine").mkdir()
+    (project / "mine" / "train.py").write_text(text.replace("examples.minimal", "mine"))
+    return project / "mine" / "train.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["wheel", "clone"])
+def test_a_training_script_of_a_project_trains_and_is_measured(installed, project, script, way):
+    flags = ("--preset", "tiny", "--variant", "graph_step", "--steps", "4")
+    trained = run_in(project, way, installed, "mine.train", *flags)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    words = ("graph_worth", "bench", "--model", "mine", "--preset", "tiny", "--cycles", "1", "--no-audit")
+    hashes = set()
+    for _ in range(2):
+        done = run_in(project, way, installed, *words)
+        assert done.returncode == 0 and "graph_step" in done.stdout, done.stdout + done.stderr
+        hashes |= {json.loads(path.read_text())["source"]["hash"] for path in (project / "runs").rglob("*.json")}
+        script.write_text(script.read_text() + "\n# another script\n")
+    assert len(hashes) == 2, "the script's code is in the hash"
+    done = run_in(project, way, installed, "graph_worth", "bench", "--model", "nope")
+    assert done.returncode == 2 and done.stderr.endswith("unknown model 'nope', --model takes one of mine\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["wheel", "clone"])
+def test_a_project_with_packages_of_our_names_imports_the_public_names(installed, project, way):
+    code = "import common, benchmarks, tests\nfrom graph_worth import Pool, Training, session, variant\n"
+    code += "print(common.WIDTH, Pool.__name__)"
+    (project / "program.py").write_text(code)
+    done = run_in(project, way, installed, "program")
+    assert done.stdout == "8 Pool\n", done.stderr

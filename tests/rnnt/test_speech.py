@@ -1,4 +1,4 @@
-"""speech/utterances.py: the sequence of batches of speech, what is dropped on the way, and that no pair is ever wrong."""
+"""speech/utterances.py: the sequence of batches of speech, what is dropped on the way, and that no pair is wrong."""
 
 import concurrent.futures
 import sys

@@ -1,7 +1,7 @@
 """The facts of a run, as types: what a run file of schema 4 holds.
 
-Times of steps, losses, hashes, counts, and what a worker raised. There is no verdict among them: judge.py makes verdicts
-when a file is read. Names end in their unit. A value that could not be measured is None.
+Times of steps, losses, hashes, counts, and what a worker raised. There is no verdict among them: judge.py makes
+verdicts when a file is read. Names end in their unit. A value that could not be measured is None.
 """
 
 import statistics as plain

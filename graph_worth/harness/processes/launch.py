@@ -25,11 +25,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from graph_worth.folders import ROOT
+from graph_worth.folders import ROOT, START
 from graph_worth.harness.command import Mistake, parser_of, positive
 from graph_worth.harness.processes import gpus, supervisor
 from graph_worth.machine import environment, source
-from graph_worth.your_step.step_file import START
 
 PORT = 29500
 ASK_LIMIT_S = 300

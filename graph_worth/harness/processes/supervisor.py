@@ -19,8 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from graph_worth.folders import ROOT
-from graph_worth.your_step.step_file import START
+from graph_worth.folders import ROOT, START
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 TERMINATE_S = 15.0

@@ -1,4 +1,4 @@
-"""common/capture: pools on the host, static inputs, and the CUDA side as far as fakes of torch.cuda can tell."""
+"""graph_worth/capture: pools on the host, static inputs, and the CUDA side as far as fakes of torch.cuda can tell."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""common/capture/parameterized on a GPU: launches on other memory against eager, bit for bit."""
+"""graph_worth/capture/parameterized on a GPU: launches on other memory against eager, bit for bit."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""common/capture/parameterized on the CPU: regions on other tensors, what is refused."""
+"""graph_worth/capture/parameterized on the CPU: regions on other tensors, what is refused."""
 
 import gc
 import threading
