@@ -33,7 +33,7 @@ COMMITS = 50
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-class Refused(ValueError):
+class NotPublished(ValueError):
     """A run that is not published; the text is one line that names the file and the reason."""
 
 
@@ -50,22 +50,22 @@ def publish(path: Path, results: Path) -> Path:
     # Its folder, the folder of its machine, and no link in any of them: a link may lead to anyone's files.
     for each in (path.absolute(), *list(path.absolute().parents)[:2]):
         if each.is_symlink():
-            raise Refused(f"{path}: {each.name} is a link; publish takes regular files")
+            raise NotPublished(f"{path}: {each.name} is a link; publish takes regular files")
     found = run_file.read_all(path)
     reason = why_not(found)
     if reason:
-        raise Refused(f"{path}: {reason}")
+        raise NotPublished(f"{path}: {reason}")
     target = results.joinpath(*folders_of(found), f"{found.id}.json")
     for each in (target, target.parent, target.parent.parent):
         if each.is_symlink():
-            raise Refused(f"{path}: {each} is a link; nothing is written there")
+            raise NotPublished(f"{path}: {each} is a link; nothing is written there")
     data = path.read_bytes()
     if target.exists():
         if target.is_file() and target.read_bytes() == data:
             return target
-        raise Refused(f"{path}: {target} is published with other content; nothing is copied")
+        raise NotPublished(f"{path}: {target} is published with other content; nothing is copied")
     if any(own.sealed for run in _runs_of(found) for build in run.builds.values() for own in build.variants.values()):
-        raise Refused(f"{path}: schema 3 holds verdicts, and few facts to judge by; measure again")
+        raise NotPublished(f"{path}: schema 3 holds verdicts, and few facts to judge by; measure again")
     write_text(target, data)
     target.chmod(0o444)
     return target

@@ -74,7 +74,7 @@ def parse(argv=None) -> argparse.Namespace:
 # The two jobs
 
 
-class Plan:
+class JobPlan:
     """The two jobs: settings, environment and commands.
 
     Attributes:
@@ -259,7 +259,7 @@ def _name(word):
 # The command
 
 
-def submit(plan: Plan) -> int:
+def submit(plan: JobPlan) -> int:
     """Print the plan and submit both jobs, or with --dry-run ask Slurm whether it would take them."""
     print(plan.card(), flush=True)
     is_dry = plan.args.dry_run
@@ -287,7 +287,7 @@ def main(argv=None) -> int:
     args = parse(argv)
     stopped = "\nstopped, nothing submitted"
     return command.exit_status(
-        "python -m benchmarks.submit", lambda: submit(Plan(args)), (jobs.Refused,), stopped=stopped
+        "python -m benchmarks.submit", lambda: submit(JobPlan(args)), (jobs.SlurmRefused,), stopped=stopped
     )
 
 

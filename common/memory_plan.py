@@ -23,7 +23,7 @@ ROUND_LARGE_BYTES = 2 * 2**20  # kRoundLarge: rounded up to a multiple of this
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """The items that each layer keeps, and the bytes around them.
 
     items: {name: bytes that a layer takes of torch's segments to keep it}, in the order of the forward. layers: names

@@ -52,7 +52,7 @@ def option(default, help, choices=None, metavar=None):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunOptions:
     """Options that every training script has. They never change what a step computes."""
 
     preset: str
@@ -83,7 +83,7 @@ class Arguments:
     """The parsed command line: `config` is the model's dataclass, `variants` are those that `contract.scan` found."""
 
     config: typing.Any
-    run: Run
+    run: RunOptions
     model: str
     variants: dict
 
@@ -114,11 +114,11 @@ def parse(model, config_class, presets, variants, argv=None, facts=None) -> Argu
     for name, table in (("preset", presets), ("variant", variants)):
         first = next(iter(table))
         parser.add_argument(f"--{name}", metavar="NAME", default=first, help=f"one of {', '.join(table)} [{first}]")
-    _add_flags(parser, Run)
+    _add_flags(parser, RunOptions)
     values, overrides = parse_with_fields(parser, config_class, argv, presets)
     asked_to_describe = values.pop("describe")
     try:
-        run = Run(**values)
+        run = RunOptions(**values)
         require_known("preset", run.preset, presets)
         require_known("variant", run.variant, variants)
         config = dataclasses.replace(presets[run.preset], **overrides)

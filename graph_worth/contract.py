@@ -128,7 +128,7 @@ LITERALS = ("kind", "help", "parity", "reference", "headline", "builds", "traits
 
 
 @dataclass(frozen=True)
-class Variant:
+class VariantCode:
     """A variant's code and its promises.
 
     Attributes:
@@ -150,7 +150,7 @@ class Variant:
 
 
 # Module -> the variants that it declares.
-_declared: dict[str, list[Variant]] = {}
+_declared: dict[str, list[VariantCode]] = {}
 
 
 def variant(
@@ -190,13 +190,13 @@ def variant(
         raise TypeError(f"variant {name}: unknown keyword {sorted(unknown)[0]}")
 
     def declare(code):
-        _declared.setdefault(module, []).append(Variant(name, code, graphs, promised, when, warm_up or code))
+        _declared.setdefault(module, []).append(VariantCode(name, code, graphs, promised, when, warm_up or code))
         return code
 
     return declare
 
 
-def variants_of(module) -> list[Variant]:
+def variants_of(module) -> list[VariantCode]:
     """Return the variants that an imported module declares, in order."""
     return _declared.get(module.__name__, [])
 

@@ -105,7 +105,7 @@ class Capture:
 
 
 def complete_variant(made: Any, capture: Capture, replays: int | None = 0) -> Any:
-    """Give an object that a script made the rest of a `Variant`, and a close that releases the pools of its capture.
+    """Give an object of a script the rest of a `MadeVariant`, and a close that releases the pools of its capture.
 
     Args:
         made: has `step`, and may have `replays_of` and `close`; it is returned.
@@ -142,7 +142,7 @@ def leave(variant) -> None:
         variant.leave()
 
 
-class Variant(Protocol):
+class MadeVariant(Protocol):
     """One way to run a training step, made from a state; it may raise Unsupported, CaptureError or ValueError.
 
     One that changes the state or torch for its steps, as torch.compile replaces functions of the model, has `enter` and

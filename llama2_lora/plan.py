@@ -7,7 +7,7 @@ import math
 
 from common import fit as fitting
 from common import memory_plan
-from common.memory_plan import GIB, Plan
+from common.memory_plan import GIB, MemoryPlan
 from graph_worth.config import flag_of
 from llama2_lora import config as lora_config
 from llama2_lora.config import KEEP, MAX_DOCUMENTS, PRESETS, Config, layer_weights, num_trainable
@@ -117,11 +117,11 @@ def fixed_bytes(config: Config) -> int:
     return memory_plan.reserved_bytes(built_sizes(config) + sizes) + LIBRARY_BYTES
 
 
-def make_plan(config: Config, keep: str | None = None) -> Plan:
+def make_plan(config: Config, keep: str | None = None) -> MemoryPlan:
     """Return the plan of --keep, or of `keep`: the items that layers keep, with the predicted bytes."""
     sizes = {name: memory_plan.share_bytes(size) for name, size in items(config).items()}
     layers = memory_plan.kept_by_layers(config.keep if keep is None else keep, list(sizes), config.layers)
-    return Plan(sizes, layers, fixed_bytes(config))
+    return MemoryPlan(sizes, layers, fixed_bytes(config))
 
 
 def choose(config: Config, preset: str, total_bytes: int, budget_bytes: int) -> str:

@@ -23,7 +23,7 @@ from graph_worth.made_variant import Unsupported
 from graph_worth.parallel import collectives
 from moe.config import Config
 from moe.kernels import labels, rows
-from moe.kernels.order import Plan, order_rows
+from moe.kernels.order import RowPlan, order_rows
 from moe.kernels.routing import Routed
 
 
@@ -64,7 +64,7 @@ class Exchange:
         finally:
             self.is_static = False
 
-    def order(self, routed: Routed) -> Plan:
+    def order(self, routed: Routed) -> RowPlan:
         """The order in which rows are sent: by rank, each rank's in the order of their choices. All on the device."""
         counts = self._rows_for_ranks(routed)
         if self.is_static:
@@ -75,11 +75,11 @@ class Exchange:
     def _rows_for_ranks(self, routed):
         return routed.counts.view(self.size, -1).sum(1, dtype=torch.int32)
 
-    def through_experts(self, y, routed: Routed, plan: Plan, multiply):
+    def through_experts(self, y, routed: Routed, plan: RowPlan, multiply):
         """The experts' outputs of tokens y [t, hidden], in the order of `plan`, [rows, hidden].
 
-        multiply: multiply(rows by expert, weights [rows, 1], their Plan) is the experts of this rank. With static
-            buffers the Plan has more rows than its last offset says, whose contents are undefined.
+        multiply: multiply(rows by expert, weights [rows, 1], their RowPlan) is the experts of this rank. With static
+            buffers the RowPlan has more rows than its last offset says, whose contents are undefined.
         """
         sent, received = self._splits(routed)
         # Padding is of an expert behind the last one.

@@ -18,7 +18,7 @@ from moe.exchange import Exchange
 from moe.kernels import activation, rows
 from moe.kernels.cross_entropy import cross_entropy_
 from moe.kernels.heads import split_heads
-from moe.kernels.order import Plan, order_rows
+from moe.kernels.order import RowPlan, order_rows
 from moe.kernels.routing import Routed, route
 from moe.kernels.weight_gradient import grouped_sums, grouped_weight_gradient_
 
@@ -101,7 +101,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, z, weights, bias, *plan = ctx.saved_tensors
-        plan, grad = Plan(*plan), grad.contiguous()
+        plan, grad = RowPlan(*plan), grad.contiguous()
         grad_out = torch._grouped_mm(grad, ctx.w2.mT, offs=plan.offsets)
         grad_z, out, grad_weights = activation.activate_backward(grad_out, z, bias, weights, plan)
         if ctx.w1.requires_grad:
@@ -208,13 +208,13 @@ class Layer(nn.Module):
         logits = _Linear.apply(y, self.router, self.router_bias, self.accumulation)
         return y, route(logits, c.top_k, c.aux_loss / (c.microbatches * c.ep), c.routing == "balanced")
 
-    def preprocess(self, routed: Routed) -> Plan:
+    def preprocess(self, routed: Routed) -> RowPlan:
         """The order of the experts' rows, from integers alone: nothing is differentiated, nothing read on the host."""
         if self.exchange.is_on:
             return self.exchange.order(routed)
         return order_rows(routed.experts, routed.counts)
 
-    def mix(self, x, y, routed: Routed, plan: Plan):
+    def mix(self, x, y, routed: Routed, plan: RowPlan):
         """x plus the output of the experts, [t, hidden]."""
         if self.exchange.is_on:
             z = self.exchange.through_experts(y, routed, plan, self._multiply)

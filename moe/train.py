@@ -89,7 +89,7 @@ from graph_worth.made_variant import Capture
 from graph_worth.measuring.marks import mark, section
 from graph_worth.script.session import session
 from moe.exchange import require_capturable
-from moe.kernels.order import Plan
+from moe.kernels.order import RowPlan
 from moe.kernels.routing import Routed
 from moe.state import State, hyperparameters, resolve
 
@@ -135,7 +135,7 @@ def forward_and_backward(state: State, run_layer=None):
 # 2. The first parts of each layer, or all of them
 #
 # A graph's outputs are fixed tensors. `first_parts` returns them as a flat tuple: x, y, the fields of Routed, those of
-# Plan, as far as the graph computes them. `rest_of_layer` gets this tuple.
+# RowPlan, as far as the graph computes them. `rest_of_layer` gets this tuple.
 
 
 class GraphedParts:
@@ -177,7 +177,7 @@ class GraphedParts:
         else:
             routed = Routed(*outputs[:num_routed])
         plan = outputs[num_routed:]
-        return layer.mix(x, y, routed, Plan(*plan) if plan else layer.preprocess(routed))
+        return layer.mix(x, y, routed, RowPlan(*plan) if plan else layer.preprocess(routed))
 
     def capture_forward(self, microbatch: int, number: int):
         state, before = self.state, self.graphs.get((microbatch, number - 1))
@@ -259,7 +259,7 @@ class Replayed(torch.autograd.Function):
         # New tensor objects on the same memory, since autograd attaches the step's history to the returned objects.
         outputs = tuple(output.view_as(output) for output in graphs.outputs)
         pairs = zip(outputs, graphs.has_grad, strict=True)
-        # Outputs without a gradient in the capture have none here: numbers of experts, counts, the Plan.
+        # Outputs without a gradient in the capture have none here: numbers of experts, counts, the plan.
         ctx.mark_non_differentiable(*(output for output, has_grad in pairs if not has_grad))
         return outputs
 

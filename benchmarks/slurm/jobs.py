@@ -15,7 +15,7 @@ DROPPED = ["SBATCH_ARRAY_INX", "SBATCH_INPUT", "SBATCH_NO_REQUEUE", "SBATCH_OPEN
 DROPPED += ["IMAGE", "MOUNTS"]
 
 
-class Refused(RuntimeError):
+class SlurmRefused(RuntimeError):
     """Slurm does not take the jobs; the message is its own, and names what may be left in the queue."""
 
 
@@ -51,7 +51,7 @@ def submit(bench: list[str], collate: Callable[[str], list[str]], environment: d
         # The end of the first would start the second.
         left = [job for job in reversed(jobs) if _run(["scancel", job], environment).returncode]
         if left:
-            raise Refused(f"{error or 'stopped'}; still in the queue: scancel {' '.join(left)}") from None
+            raise SlurmRefused(f"{error or 'stopped'}; still in the queue: scancel {' '.join(left)}") from None
         raise
     return jobs[0], jobs[1]
 
@@ -71,7 +71,7 @@ def _submitted(command, environment) -> str:
     # On a federation: ID;CLUSTER.
     match = re.search(r"^([0-9]+)(;.*)?$", said, re.MULTILINE)
     if match is None:
-        raise Refused(f"sbatch names no job: {said.strip()!r}; see squeue --me")
+        raise SlurmRefused(f"sbatch names no job: {said.strip()!r}; see squeue --me")
     return match[1]
 
 
@@ -80,7 +80,7 @@ def _call(command, environment) -> str:
     answer = _run(command, environment)
     if answer.returncode:
         said = answer.stderr.strip() or answer.stdout.strip() or f"{command[0]}: exit status {answer.returncode}"
-        raise Refused(" | ".join(dict.fromkeys(said.splitlines())))
+        raise SlurmRefused(" | ".join(dict.fromkeys(said.splitlines())))
     return answer.stdout
 
 

@@ -15,7 +15,7 @@ from graph_worth.harness import intervals
 from graph_worth.harness.checks import LARGEST_OF_ONE_BLOCK, OF_NUMBERS, Fault, Found, fault_of, scatter_of_losses
 from graph_worth.harness.files.facts import Block, Build, Course, Run
 from graph_worth.harness.intervals import Ratio
-from graph_worth.measuring.parity import SCATTER_FACTOR, Agreement, agreement, loss_deviation
+from graph_worth.measuring.parity import SCATTER_FACTOR, ParityOfRuns, agreement, loss_deviation
 
 PASS, FAILED = "pass", "failed"
 # A base that is slower beside the other variants than alone by more than this was slowed by them.
@@ -268,11 +268,11 @@ def _verdict(run: Run, build: Build, name: str) -> Verdict:
     return Verdict(FAILED, found.fault, found.reason, *texts) if found else Verdict(PASS, None, "", *texts)
 
 
-def _agreements(build, name) -> list[Agreement | None]:
+def _agreements(build, name) -> list[ParityOfRuns | None]:
     """Before and after the blocks; a reference is compared with another run of itself."""
     own = build.variants[name]
     reference = build.variants.get(own.reference, own)
-    found: list[Agreement | None] = []
+    found: list[ParityOfRuns | None] = []
     for courses, others in ((own.parity, reference.parity), (own.after, reference.after)):
         other = courses[1:][-1:] if reference is own else others[:1]
         found.append(agreement(courses[0], other[0]) if courses and other else None)

@@ -24,7 +24,7 @@ def require_finite(losses: Sequence[float]) -> None:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class ParityOfRuns:
     """How near two courses are.
 
     Attributes:
@@ -47,12 +47,12 @@ class Agreement:
         return "no losses" if self.deviation is None else f"{self.deviation:.1e}"
 
 
-def agreement(own, other) -> Agreement:
+def agreement(own, other) -> ParityOfRuns:
     """Return how near two courses of a run file are."""
     pairs = list(zip(own.hashes, other.hashes, strict=False))
     first = next((index for index, (a, b) in enumerate(pairs) if a != b), 0)
     is_bitwise = own.hashes == other.hashes and len(own.hashes) > 0
-    return Agreement(is_bitwise, loss_deviation(own.losses, other.losses), first)
+    return ParityOfRuns(is_bitwise, loss_deviation(own.losses, other.losses), first)
 
 
 def loss_deviation(own: Sequence[float | None], other: Sequence[float | None]) -> float | None:

@@ -36,7 +36,7 @@ from graph_worth.machine import memory
 from graph_worth.machine.environment import describe_host
 from graph_worth.machine.gpu_state import GpuSampler
 from graph_worth.machine.host_pace import operator_us, pace_of_host
-from graph_worth.made_variant import Capture, Variant
+from graph_worth.made_variant import Capture, MadeVariant
 from graph_worth.measuring import (
     block,
     kernel_trace,
@@ -83,7 +83,7 @@ class Worker:
         self.rank, self.world_size, self.channel, self.ranks = ranks.rank, ranks.world_size, channel, ranks
         self.sampler: GpuSampler | None = None
         self.pool: torch.cuda.MemPool | None = None
-        self.kept: dict[str, Variant] = {}
+        self.kept: dict[str, MadeVariant] = {}
         self.made: dict[str, dict] = {}
         self.places: dict[str, tuple[str, int]] = {}
         self.flags: dict[str, str] = {}

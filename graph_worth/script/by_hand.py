@@ -24,7 +24,7 @@ from graph_worth import made_variant as variants
 from graph_worth.contract import Training
 from graph_worth.files import json_line, write_text
 from graph_worth.machine import environment, memory
-from graph_worth.made_variant import Unsupported, Variant
+from graph_worth.made_variant import MadeVariant, Unsupported
 from graph_worth.measuring import marks, parity, torch_settings
 from graph_worth.parallel.host_messages import barrier, of_all_ranks
 from graph_worth.script import console
@@ -167,7 +167,7 @@ class Loop:
     """
 
     training: Training
-    variant: Variant
+    variant: MadeVariant
 
     def __init__(self, model, ranks, log, result: dict):
         self.model, self.options, self.device = model, model.options, model.device

@@ -92,7 +92,7 @@ class Model:
         """Return step(index) of the variant that parity of `name` compares with."""
         return functools.partial(self._code_of(self.declared[name].reference).code, self.training.state)
 
-    def _code_of(self, name) -> contract.Variant:
+    def _code_of(self, name) -> contract.VariantCode:
         code = self._find(name)
         if code is None:
             others = ", ".join(each for each in self.declared if self._find(each))

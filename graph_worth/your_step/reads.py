@@ -14,7 +14,7 @@ from graph_worth.capture import host_graph_rules as rules
 from graph_worth.measuring import operator_table
 from graph_worth.measuring.module_parts import MODULE, naming_modules
 from graph_worth.your_step.place import place_of, place_of_call
-from graph_worth.your_step.record import Refused
+from graph_worth.your_step.record import RefusedCall
 from graph_worth.your_step.step_watch import warnings_shown
 
 # They wait for the GPU.
@@ -28,7 +28,7 @@ _ON_CPU_ALONE = {f"aten::{name}" for name in _NAMES.split()}
 _NODE = "autograd::engine::evaluate_function: "
 
 
-def hidden_reads(state, index: int) -> list[Refused]:
+def hidden_reads(state, index: int) -> list[RefusedCall]:
     """Make a step, which changes the state; return the reads inside of operators and of backward formulas."""
     # The one flag that is on asks for stacks.
     flags = False, False, True, False, False, torch._C._profiler._ExperimentalConfig()
@@ -93,7 +93,7 @@ def _hidden(record, before, opened, makers):
     if names:  # else a call of Python's, which the watch sees
         stack, module = makers.get(number, (stack, module))
         place = place_of(map(_frame, stack), module, has_callers=True)
-        yield Refused(f"{record.name()} in {names[0]}", rules.READS, place, is_hidden=True)
+        yield RefusedCall(f"{record.name()} in {names[0]}", rules.READS, place, is_hidden=True)
 
 
 def _row_of(name):

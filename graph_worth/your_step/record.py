@@ -29,7 +29,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedCall:
     """A call that no graph can hold: its name, the reason, which is a key of KINDS, and its place.
 
     is_hidden: inside of torch's C++, where a host graph does not see it.
@@ -86,7 +86,7 @@ class Watched:
     """
 
     operators: list[Operator] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[RefusedCall] = field(default_factory=list)
     generators: dict[int, tuple[torch.Generator, Place]] = field(default_factory=dict)
     copies: list[tuple[Place, int | None, bool]] = field(default_factory=list)
     made: dict[int, Place] = field(default_factory=dict)

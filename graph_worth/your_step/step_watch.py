@@ -33,7 +33,7 @@ from graph_worth.your_step.record import (
     PINS,
     WAITS,
     Operator,
-    Refused,
+    RefusedCall,
     Watched,
 )
 
@@ -150,13 +150,13 @@ class _Watcher:
         return place_of_call(".".join(self.stack[-1:]), has_callers)
 
     def refuse(self, name, reason):
-        self.found.refused.append(Refused(str(name), reason, self.place(has_callers=True)))
+        self.found.refused.append(RefusedCall(str(name), reason, self.place(has_callers=True)))
 
     def look_up(self, name, count):
         """Refuse a function by the table of operators, unless more than reads was refused after the first `count`."""
         is_more = any(each.reason != rules.READS for each in self.found.refused[count:])
         if operator_table.is_refused(name) and not (self.is_inside or is_more):
-            self.found.refused[count:] = [Refused(name, BY_TABLE, self.place(has_callers=True), is_hidden=True)]
+            self.found.refused[count:] = [RefusedCall(name, BY_TABLE, self.place(has_callers=True), is_hidden=True)]
 
     @contextlib.contextmanager
     def flagged(self, **flags):
@@ -220,7 +220,7 @@ class _Watcher:
         if "synchronizing CUDA operation" in text:
             place = self.place(has_callers=True)
             if all(refused.place.line != place.line for refused in self.found.refused):
-                self.found.refused.append(Refused(A_CUDA_OPERATION, WAITS, place))
+                self.found.refused.append(RefusedCall(A_CUDA_OPERATION, WAITS, place))
         else:
             self.found.warned.append((text, self.place()))
 
@@ -308,7 +308,7 @@ class _Operators(TorchDispatchMode):
         if target.is_cuda and source.device.type == "cpu" and source.dim():
             self.watcher.found.copies.append((place, storage_id(source), source.is_pinned()))
         elif source.is_cuda and target.device.type == "cpu" and not target.is_pinned():
-            self.watcher.found.refused.append(Refused(str(func), COPIES_TO_HOST, place))
+            self.watcher.found.refused.append(RefusedCall(str(func), COPIES_TO_HOST, place))
 
 
 def _is_for_host(reason, values) -> bool:

@@ -6,7 +6,7 @@ te.TransformerLayer run again: attention, the MLP up to fc2, or all of it.
 
 from common import fit as fitting
 from common import memory_plan, schedule
-from common.memory_plan import GIB, Plan
+from common.memory_plan import GIB, MemoryPlan
 from llama31.config import KEEP, PRESETS, Config, layer_parameters, num_parameters
 
 # What CUDA, NCCL, cuBLAS and cuDNN take outside of torch's allocator.
@@ -87,7 +87,7 @@ def _layers(config):
     return max(config.stage_sizes)
 
 
-def make_plan(config: Config, keep: str | None = None) -> Plan:
+def make_plan(config: Config, keep: str | None = None) -> MemoryPlan:
     """Return the plan of --keep, or of `keep`, for the widest stage, with the predicted bytes.
 
     ValueError where layers cannot run so.
@@ -97,7 +97,7 @@ def make_plan(config: Config, keep: str | None = None) -> Plan:
     layers = tuple(kept | {"x"} for kept in memory_plan.kept_by_layers(keep, names, _layers(config)))
     if not all(map(can_keep, layers)):
         raise ValueError(f"--keep {keep}: a te layer keeps attention and mlp with rest only")
-    return Plan(sizes, layers, fixed_bytes(config))
+    return MemoryPlan(sizes, layers, fixed_bytes(config))
 
 
 def choose(config: Config, preset: str, total_bytes: int, budget: int) -> str:

@@ -16,7 +16,7 @@ from moe.kernels import in_triton, tl, triton
 BLOCK, STEP = 128, 32
 
 
-class Plan(NamedTuple):
+class RowPlan(NamedTuple):
     """The order of the experts' rows, int32 on the device; -1 where there is no row or no token.
 
     offsets: [experts], the end of each expert's rows; None with a capacity, where each has the same number.
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     offsets: torch.Tensor | None
 
 
-def order_rows(experts, counts, capacity: int = 0) -> Plan:
+def order_rows(experts, counts, capacity: int = 0) -> RowPlan:
     """The plan of choices experts int32 [t, k], of which each expert has counts int32 [experts].
 
     capacity: rows of each expert; choices beyond it have no row, rows beyond its choices no token. 0: its choices.
@@ -51,7 +51,7 @@ def order_rows(experts, counts, capacity: int = 0) -> Plan:
     count((num_blocks, 1, 1), (experts, partial), (num_choices,))
     rows = (row_of_choice, token_of_row, choice_of_row, expert_of_row, offsets)
     place((num_blocks, 1, 1), (experts, counts, partial, *rows), (num_choices, num_blocks))
-    return Plan(*rows[:4], None if capacity else offsets)
+    return RowPlan(*rows[:4], None if capacity else offsets)
 
 
 def _plain(experts, counts, capacity):
@@ -62,7 +62,7 @@ def _plain(experts, counts, capacity):
     ends = counts.cumsum(0, dtype=torch.int32)
     if not capacity:
         row_of_choice = torch.empty_like(row).scatter_(0, choice_of_row.long(), row).view(-1, top_k)
-        return Plan(row_of_choice, choice_of_row // top_k, choice_of_row, expert_of_row, ends)
+        return RowPlan(row_of_choice, choice_of_row // top_k, choice_of_row, expert_of_row, ends)
     num_rows, own = len(counts) * capacity, expert_of_row.long()
     rank = row - (ends - counts)[own]
     # One place more takes what is dropped.
@@ -72,7 +72,7 @@ def _plain(experts, counts, capacity):
     choices = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=device)
     choices = choices.scatter_(0, slot, choice_of_row)[:-1].contiguous()
     tokens = torch.where(choices >= 0, choices // top_k, -1)
-    return Plan(row_of_choice, tokens, choices, _experts_of_slots(num_rows, capacity, device), None)
+    return RowPlan(row_of_choice, tokens, choices, _experts_of_slots(num_rows, capacity, device), None)
 
 
 def _experts_of_slots(num_rows, capacity, device):

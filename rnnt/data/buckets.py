@@ -57,7 +57,7 @@ def auto_pairs(maxima, max_frames: int, max_tokens: int, cost_of) -> list[tuple[
     return sorted({tuple(candidates[index].tolist()) for index in chosen})
 
 
-class Plan:
+class BucketPlan:
     """The buckets of both networks, ascending, and the pairs of buckets that occur, cheapest first.
 
     A batch is padded to the smallest bucket of each network; with --buckets auto to the cheapest pair that holds it.
@@ -87,7 +87,7 @@ class Plan:
         return self.pairs
 
 
-def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, cost_of) -> Plan:
+def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, cost_of) -> BucketPlan:
     """The plan for --buckets `kind` and batches whose (frames, tokens) are `maxima`, at most (max_frames, max_tokens).
 
     auto chooses pairs, see `auto_pairs`. A ladder's plan has all pairs of its buckets; where these are more than
@@ -101,7 +101,7 @@ def make_plan(kind: str, maxima, max_frames: int, max_tokens: int, cost_of) -> P
         pairs = [(a, t) for a in audio for t in text]
         if len(pairs) > MAX_PAIRS:
             pairs = {(fit(audio, frames), fit(text, tokens)) for frames, tokens in maxima}
-    return Plan(kind, audio, text, pairs, cost_of)
+    return BucketPlan(kind, audio, text, pairs, cost_of)
 
 
 class Tally:

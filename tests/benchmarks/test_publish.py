@@ -42,7 +42,7 @@ def made(tmp_path):
 def refused(path, results):
     """Return the one-line reason of the refusal; check that nothing was written."""
     before = sorted(results.rglob("*"))
-    with pytest.raises((publish.Refused, Damaged)) as caught:
+    with pytest.raises((publish.NotPublished, Damaged)) as caught:
         publish.publish(path, results)
     assert str(caught.value).count("\n") == 0 and sorted(results.rglob("*")) == before
     return str(caught.value)

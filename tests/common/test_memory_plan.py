@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from common import memory_plan
-from common.memory_plan import GIB, Plan, choose, kept_by_layers, reserved_bytes
+from common.memory_plan import GIB, MemoryPlan, choose, kept_by_layers, reserved_bytes
 
 MIB = 2**20
 NAMES = ("q", "o", "f")
@@ -67,7 +67,7 @@ def test_a_choice_of_the_user_is_taken_or_refused_with_the_bytes():
 
 
 def test_the_table_says_how_many_layers_keep_each_item():
-    plan = Plan(
+    plan = MemoryPlan(
         {"q": 16 * MIB, "o": 20 * MIB, "f": 40 * MIB, "unused": 0}, kept_by_layers("2 q o, 1 all", NAMES, 4), 1000 * MIB
     )
     assert plan.bytes == (1000 + 3 * 36 + 40) * MIB

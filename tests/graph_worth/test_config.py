@@ -53,14 +53,14 @@ def mistake(capsys, *argv):
 def test_without_flags_the_first_preset_and_variant():
     arguments = parse()
     assert arguments.config == PRESETS["tiny"]
-    assert arguments.run == config.Run(preset="tiny", variant="eager")
+    assert arguments.run == config.RunOptions(preset="tiny", variant="eager")
 
 
 def test_run_options():
-    assert parse("--mllog", "-").run == config.Run(preset="tiny", variant="eager", mllog="-")
+    assert parse("--mllog", "-").run == config.RunOptions(preset="tiny", variant="eager", mllog="-")
     assert parse("--profile", "new/x.json").run.profile == "new/x.json"
     argv = "--preset bench --variant graph --steps 20 --parity --record out/x.json"
-    assert parse(*argv.split()).run == config.Run(
+    assert parse(*argv.split()).run == config.RunOptions(
         preset="bench", variant="graph", steps=20, parity=True, record="out/x.json"
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from graph_worth.capture.pool import Pool
-from graph_worth.config import Run
+from graph_worth.config import RunOptions
 from graph_worth.contract import Training
 from graph_worth.made_variant import Capture
 from graph_worth.script import by_hand
@@ -131,7 +131,7 @@ class Model:
 
     def __init__(self, make, run, config=None, state=State, reference=eager_step, promise=None, rank=0, **training):
         self._make, self._state, self._reference = make, state, reference
-        self.options = Run(preset="tiny", variant="it", **run)
+        self.options = RunOptions(preset="tiny", variant="it", **run)
         self.config, self.rank = config or Config(), rank
         self.kinds, self._promise = ({"it": promise[0]}, promise[1:]) if promise else ({}, (None, None))
         self._training = {"items": 10, **training}

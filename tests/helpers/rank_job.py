@@ -22,7 +22,7 @@ import torch
 from torch import distributed as dist
 
 from graph_worth.capture.pool import Pool
-from graph_worth.config import Run, Timing
+from graph_worth.config import RunOptions, Timing
 from graph_worth.contract import Training
 from graph_worth.made_variant import Capture, Unsupported
 from graph_worth.parallel import collectives
@@ -147,7 +147,7 @@ def run_rank(job, folder):
     torch.set_num_threads(1)
     run = {"profile": str(folder / "trace.json")} if phase == "profile" else {}
     collectives.init("cpu")
-    options = Run(preset="tiny", variant="graph", record=str(folder / "graph.json"), **run)
+    options = RunOptions(preset="tiny", variant="graph", record=str(folder / "graph.json"), **run)
     try:
         result = trained(Model(options, fails, rank, int(world_size)))
     finally:

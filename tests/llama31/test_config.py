@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from graph_worth.config import Arguments, Run
+from graph_worth.config import Arguments, RunOptions
 from llama31.config import (
     PRESETS,
     SCOPES,
@@ -173,7 +173,7 @@ def test_a_refusal_is_one_line_before_ranks_meet(arguments, said):
 
 
 def test_a_log_takes_one_number_of_microbatches():
-    logged = replace(Run(preset="tiny", variant="graph_microbatch"), mllog="-")
+    logged = replace(RunOptions(preset="tiny", variant="graph_microbatch"), mllog="-")
     require_runnable(Arguments(model="llama31", variants={}, config=replace(TINY, ramp="2,2"), run=logged))
     assert hyperparameters(replace(TINY, ramp="2,2"), data_ranks=4)["global_batch_size"] == 2 * 4
     assert hyperparameters(TINY, data_ranks=4)["global_batch_size"] == 3 * 4

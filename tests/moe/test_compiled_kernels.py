@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from moe.kernels import activation, cross_entropy, heads, labels, order, routing, rows, sinks, weight_gradient
-from moe.kernels.order import Plan
+from moe.kernels.order import RowPlan
 from tests.helpers.triton_compiling import Compiling
 from tests.helpers.triton_interpreter import INTERPRETED
 
@@ -29,7 +29,7 @@ def call_all_kernels():
         return torch.zeros(shape, dtype=torch.int32)
 
     weights, offsets = floats(TOKENS, TOP_K, dtype=torch.float32), ints(EXPERTS)
-    plan = Plan(ints(TOKENS, TOP_K), ints(num_rows), ints(num_rows), ints(num_rows), offsets)
+    plan = RowPlan(ints(TOKENS, TOP_K), ints(num_rows), ints(num_rows), ints(num_rows), offsets)
     x, z = floats(TOKENS, HIDDEN), floats(num_rows, 2 * FFN)
     rows.combine(rows.gather(x, plan), x, plan).sum().backward()
     for bias in (None, floats(EXPERTS, 2 * FFN)):

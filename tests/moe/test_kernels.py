@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe.kernels import activation, cross_entropy, heads, labels, order, routing, rows, sinks, weight_gradient
-from moe.kernels.order import Plan
+from moe.kernels.order import RowPlan
 from tests.helpers.triton_interpreter import DEVICE, on_device, run_interpreted
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, FFN = 12, 3, 5, 24, 16
@@ -40,7 +40,7 @@ def plan(drops=0):
     token_of_row = torch.where(choice_of_row < 0, -1, choice_of_row // TOP_K)
     offsets = torch.bincount(ordered, minlength=EXPERTS).cumsum(0)
     made = (row_of_choice.view(TOKENS, TOP_K), token_of_row, choice_of_row, ordered, offsets)
-    return Plan(*(each.to(torch.int32).to(DEVICE) for each in made))
+    return RowPlan(*(each.to(torch.int32).to(DEVICE) for each in made))
 
 
 def gradients(function, *inputs):

@@ -69,7 +69,7 @@ class Analysis:
     first: Captured
     chunks: list[words.Chunk]
     blob: np.ndarray
-    plan: arenas.Plan
+    plan: arenas.ArenaPlan
     results: list[Any]
     slots: words.Slots
     unexplained: list[words.Unexplained]

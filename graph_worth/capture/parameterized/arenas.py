@@ -42,7 +42,7 @@ def read(events: list[dict[str, Any]]) -> list[Block]:
     return made
 
 
-class Plan(NamedTuple):
+class ArenaPlan(NamedTuple):
     """Allocations of a launch for the tensors of a pool: their bytes, and (index, offset) of each block.
 
     results: index of the allocation of each block that holds results; both begin alike. copies: (index of a result's
@@ -55,13 +55,13 @@ class Plan(NamedTuple):
     copies: list[tuple[int, int, int]]
 
 
-def plan(blocks: list[Block], others: list[int], results: set[int]) -> Plan:
+def plan(blocks: list[Block], others: list[int], results: set[int]) -> ArenaPlan:
     """Give each block that a capture ever makes a place.
 
     others: addresses of the blocks in another capture. results: indices of those that hold results. A result is copied
     where a temporary tensor had the same bytes in both captures: no address tells its block from that one.
     """
-    made = Plan([], [(-1, 0)] * len(blocks), {}, [])
+    made = ArenaPlan([], [(-1, 0)] * len(blocks), {}, [])
     packed = []
     for unit in _units(blocks, others):
         if len(unit) == 1 and unit[0] in results:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from graph_worth.harness.builds.request import BuildRequest, Settings
 from graph_worth.harness.files.partial import Partial
-from graph_worth.harness.processes.worker_process import LOST_PEER, Worker, WorkerEnded
+from graph_worth.harness.processes.worker_process import LOST_PEER, WorkerEnded, WorkerProcess
 
 # Facts of a worker that are those of all workers of its build, besides its configuration.
 SAME = ("flops_per_step", "items_per_step", "period")
@@ -50,9 +50,9 @@ class BuildWorker:
         self.paces: dict[str, dict] = {}
         self.apart = bool(partial.of("apart", build=request.name))
         self._shares = settings.share_memory or bool(partial.of("share", build=request.name))
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
         # Started ahead, while another one works: it imports meanwhile.
-        self._next: tuple[dict, Worker] | None = None
+        self._next: tuple[dict, WorkerProcess] | None = None
         self._killed: set[str] = set()
         self._stopped: set[str] = set()
 
@@ -107,7 +107,7 @@ class BuildWorker:
             self.say(f"  {said} of {variant}: the cycle is measured again")
         raise TryAgain
 
-    def _start(self, parity) -> Worker:
+    def _start(self, parity) -> WorkerProcess:
         own = self.request.parity_environment if parity else None
         how = {"share": self._shares and not own, "parity": bool(own)}
         worker, self.facts = self._begun(own or self.request.environment, how)
@@ -115,7 +115,7 @@ class BuildWorker:
         self.partial.add("worker", build=self.request.name, **self.facts)
         return worker
 
-    def _begun(self, environment, how, starts_ahead=False) -> tuple[Worker, dict]:
+    def _begun(self, environment, how, starts_ahead=False) -> tuple[WorkerProcess, dict]:
         """A worker that has built its state, and what it says of it. One that ends without a word gets a second try."""
         for tries_left in (1, 0):
             self._worker = worker = self._started(environment)
@@ -130,14 +130,14 @@ class BuildWorker:
                 self.say(f"  {end}; it is started once more")
         raise AssertionError
 
-    def _started(self, environment) -> Worker:
+    def _started(self, environment) -> WorkerProcess:
         """A worker with this environment: the one that was started ahead, or another."""
         ahead, self._next = self._next, None
         if ahead is not None and ahead[0] == environment:
             return ahead[1]
         if ahead is not None:
             ahead[1].end()
-        return Worker(self.request.command(self.remaining()[0]), environment, self.log)
+        return WorkerProcess(self.request.command(self.remaining()[0]), environment, self.log)
 
     def _built(self, worker, how) -> dict:
         """Let a worker build its state, and return what it says of it."""
@@ -166,7 +166,7 @@ class BuildWorker:
         # Several ranks would open their connections beside those at work.
         if self._next is None and self.remaining() and self.request.ranks == 1:
             environment = self.request.environment
-            self._next = environment, Worker(self.request.command(self.remaining()[0]), environment, self.log)
+            self._next = environment, WorkerProcess(self.request.command(self.remaining()[0]), environment, self.log)
 
     def try_ask(self, variant: str, command: dict) -> dict:
         """Return the worker's answer, or {"raised": reason}: a variant that fails is not left out.

@@ -174,7 +174,7 @@ class Course(Struct, kw_only=True):
     grad_norms: list[Finite | None] = field(default_factory=list)
 
 
-class Capture(Struct, kw_only=True):
+class CaptureFacts(Struct, kw_only=True):
     """A variant's capture: times in s, sizes in bytes, and graphs made beside graphs promised.
 
     `promised_graphs`, `promised_replays` (a step): None where the variant promises any number from 1 up.
@@ -305,7 +305,7 @@ class Variant(Struct, kw_only=True):
     tolerance: Amount | None = None
     raised: Raised | None = None
     apart: bool = False
-    capture: Capture = field(default_factory=Capture)
+    capture: CaptureFacts = field(default_factory=CaptureFacts)
     alone: Alone | None = None
     parity: list[Course] = field(default_factory=list)
     after: list[Course] = field(default_factory=list)

@@ -63,7 +63,7 @@ class WorkerEnded(RuntimeError):
         self.is_answer = is_answer or self.is_refusal
 
 
-class Worker:
+class WorkerProcess:
     """One worker process, from its start to `end`. It starts at once; the first call waits until it answers.
 
     Args:

@@ -7,7 +7,17 @@ import pytest
 
 from graph_worth.harness import checks, judge
 from graph_worth.harness.files import run_file
-from graph_worth.harness.files.facts import Alone, Audit, Capture, Course, GpuState, Profile, Raised, Sealed, Trained
+from graph_worth.harness.files.facts import (
+    Alone,
+    Audit,
+    CaptureFacts,
+    Course,
+    GpuState,
+    Profile,
+    Raised,
+    Sealed,
+    Trained,
+)
 from graph_worth.harness.judge import Fault
 from tests.helpers.made_run import H200, made_run
 
@@ -629,7 +639,7 @@ def test_the_ceiling_of_a_compiled_graph_is_that_of_the_compiled_program():
     for name, busy_ms in (("compile", 6.0), ("reduce_overhead", 5.9)):
         facts(run, name, kind="compile", profile=Profile(busy_ms=busy_ms))
         change(run, name, replays=0, expected_replays=0)
-        variant(run, name).capture = Capture(graphs=int(name != "compile"))
+        variant(run, name).capture = CaptureFacts(graphs=int(name != "compile"))
     found = judge.judged(run)[""]
     assert found.uncaptured("reduce_overhead") == "compile" and found.ceiling("reduce_overhead") == pytest.approx(2.0)
     assert found.uncaptured("compile") == "" and found.ceiling("compile") is None

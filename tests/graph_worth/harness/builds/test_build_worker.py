@@ -160,7 +160,7 @@ def test_a_stop_of_this_process_is_counted(own, monkeypatch, tmp_path):
     monkeypatch.setattr(worker_process, "_listening", lambda folder: None)
     before = signal.getsignal(signal.SIGCONT)
     try:
-        worker_process.Worker(["x"], {}, tmp_path / "log")
+        worker_process.WorkerProcess(["x"], {}, tmp_path / "log")
         stops = worker_process._stops
         os.kill(os.getpid(), signal.SIGCONT)
         assert worker_process._stops == stops + 1
