@@ -67,7 +67,7 @@ class Ends(Answers):
 def starts(monkeypatch, *made):
     """Let these workers be the next ones; return those that are left."""
     left = list(made)
-    monkeypatch.setattr("graph_worth.harness.builds.build_worker.Worker", lambda *words: left.pop(0))
+    monkeypatch.setattr("graph_worth.harness.builds.build_worker.WorkerProcess", lambda *words: left.pop(0))
     return left
 
 
@@ -231,7 +231,7 @@ def test_a_failed_start_seals_no_run_that_has_cycles(monkeypatch, tmp_path, how,
 
 def test_no_worker_of_several_ranks_is_started_ahead(own, monkeypatch):
     started = []
-    monkeypatch.setattr("graph_worth.harness.builds.build_worker.Worker", lambda *words: started.append(words))
+    monkeypatch.setattr("graph_worth.harness.builds.build_worker.WorkerProcess", lambda *words: started.append(words))
     own.request.command = lambda variant: SimpleNamespace()
     own.request.ranks = 2
     own.start_ahead()
