@@ -28,7 +28,7 @@ def place(mine: Operator, theirs: Operator | None) -> Place:
     """Return the place where two steps part: of two lines of a file the first, which is the one inside of a branch."""
     if theirs is None:
         return mine.place
-    first, second = sorted((mine.place, theirs.place), key=lambda each: _line_number(each.own))
+    first, second = sorted((mine.place, theirs.place), key=lambda origin: _line_number(origin.own))
     return first if first.own.rpartition(":")[0] == second.own.rpartition(":")[0] else mine.place
 
 

@@ -106,7 +106,7 @@ class Diagnosis:
         """Return the diagnosis as it is printed."""
         stands = any(finding.level != NOTE for finding in self.findings)
         lines = [] if stands else ["Nothing stands against a graph."]
-        lines += [each.text(self.names) for each in self.findings]
+        lines += [finding.text(self.names) for finding in self.findings]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
         return "\n".join(lines)
 
@@ -126,64 +126,70 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
     if seconds > 60 and os.environ.get("RANK", "0") == "0":
         takes = f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}"
         print(f"{takes}: about {seconds:.0f} s", flush=True)
-    found = _without_mine(state)
+    diagnosis = _without_mine(state)
     if state.make_mine is not None:
-        own = of_mine(state)
-        found.has_mine, found.outcomes[MINE.title] = True, own.text
-        found.findings = ordered([*found.findings, *([own.finding] if own.finding else [])])
-    return found
+        outcome = of_mine(state)
+        diagnosis.has_mine, diagnosis.outcomes[MINE.title] = True, outcome.text
+        diagnosis.findings = ordered([*diagnosis.findings, *([outcome.finding] if outcome.finding else [])])
+    return diagnosis
 
 
 def _without_mine(state) -> Diagnosis:
     with _one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
         eager = EagerSteps(state)
-        found = Diagnosis(findings=list(eager.findings()), names=shown(state.modules))
+        diagnosis = Diagnosis(findings=list(eager.findings()), names=shown(state.modules))
         if has_several_ranks():
-            found.findings = rank_decisions.merged(found.findings) + rank_decisions.parting(state, eager.first)
-        is_known = any(finding.level == WRONG for finding in found.findings)
+            diagnosis.findings = rank_decisions.merged(diagnosis.findings) + rank_decisions.parting(state, eager.first)
+        is_known = any(finding.level == WRONG for finding in diagnosis.findings)
         trial = Trial(state, rank_decisions.first(is_known or bool(eager.host_values())))
-        outcomes = _tried(trial, found.findings, WHOLE, UP_TO_OPTIMIZER)
+        outcomes = _tried(trial, diagnosis.findings, WHOLE, UP_TO_OPTIMIZER)
         failed = [outcome.finding for outcome in outcomes if outcome.finding]
-        found.outcomes = {WHOLE.title: outcomes[0].text, UP_TO_OPTIMIZER.title: outcomes[1].text}
-        is_stopped = any(finding.level == STOPS for finding in [*found.findings, *failed[:1]])
+        diagnosis.outcomes = {WHOLE.title: outcomes[0].text, UP_TO_OPTIMIZER.title: outcomes[1].text}
+        is_stopped = any(finding.level == STOPS for finding in [*diagnosis.findings, *failed[:1]])
         # A GPU may be spoiled by a capture that failed.
         is_spoiled = bool(failed) and state.device.type == "cuda"
         if is_stopped and not is_spoiled and not has_several_ranks():
-            (parts,) = _tried(trial, found.findings, MODULES)
-            found.outcomes[MODULES.title] = f"{parts.text}: {parts.captured}" if parts.is_equal else parts.text
-    levels = {finding.level for finding in found.findings}
-    found.whole_is_right = outcomes[0].is_equal
-    if found.whole_is_right:
+            (parts,) = _tried(trial, diagnosis.findings, MODULES)
+            diagnosis.outcomes[MODULES.title] = f"{parts.text}: {parts.captured}" if parts.is_equal else parts.text
+    levels = {finding.level for finding in diagnosis.findings}
+    diagnosis.whole_is_right = outcomes[0].is_equal
+    if diagnosis.whole_is_right:
         # Its numbers are eager's: what changes on the host does not matter.
-        found.findings = [
-            replace(each, level=NOTE) if each.level == WRONG and each.kind in _HARMLESS else each
-            for each in found.findings
-            if each.level in (NOTE, STOPS) or each.kind in _HARMLESS or each.kind not in eager.suspects
+        diagnosis.findings = [
+            replace(finding, level=NOTE) if finding.level == WRONG and finding.kind in _HARMLESS else finding
+            for finding in diagnosis.findings
+            if finding.level in (NOTE, STOPS) or finding.kind in _HARMLESS or finding.kind not in eager.suspects
         ]
     elif failed and (failed[0].kind == "wrong copy" or levels.isdisjoint((failed[0].level, STOPS))):
         # The findings do not explain it.
-        found.findings += [failed[0], *(rank_decisions.merged(eager.host_values()) if failed[0].level == WRONG else [])]
-    found.findings = ordered(found.findings)
-    return found
+        diagnosis.findings += [
+            failed[0],
+            *(rank_decisions.merged(eager.host_values()) if failed[0].level == WRONG else []),
+        ]
+    diagnosis.findings = ordered(diagnosis.findings)
+    return diagnosis
 
 
 def _tried(trial: Trial, findings, *graphs: Graph) -> list[Outcome]:
     """The outcomes of graphs."""
     # On a GPU a capture that fails keeps its memory and may spoil the process.
     on_gpu = trial.state.device.type == "cuda"
-    stops = [each for each in findings if each.level == STOPS and (on_gpu or each.is_hidden)]
+    stops = [finding for finding in findings if finding.level == STOPS and (on_gpu or finding.is_hidden)]
     with torch_settings.deterministic_kernels(where_there_are=True):
-        return [trial.of(graph.make, [each for each in stops if each.kind not in graph.outside]) for graph in graphs]
+        return [
+            trial.of(graph.make, [finding for finding in stops if finding.kind not in graph.outside])
+            for graph in graphs
+        ]
 
 
 def of_mine(state: StepState) -> Outcome:
     """Return how the user's own capture goes; where it trains otherwise, the cause if it is a known one."""
-    (own,) = _tried(Trial(state, changes_host=False), [], MINE)
-    if own.is_equal:
-        return own
-    if own.finding is None and state.device.type == "cpu":
-        return own
-    evidence, level = (own.finding.evidence, own.finding.level) if own.finding else (own.text, STOPS)
+    (outcome,) = _tried(Trial(state, changes_host=False), [], MINE)
+    if outcome.is_equal:
+        return outcome
+    if outcome.finding is None and state.device.type == "cpu":
+        return outcome
+    evidence, level = (outcome.finding.evidence, outcome.finding.level) if outcome.finding else (outcome.text, STOPS)
     if level == WRONG:
         # The finding stands without its cause, too.
         with torch_settings.deterministic_kernels(), contextlib.suppress(Exception):
@@ -191,8 +197,8 @@ def of_mine(state: StepState) -> Outcome:
             evidence = f"{cause}; {evidence}" if cause else evidence
     code = getattr(state.make_mine, "__code__", None)
     line = f":{code.co_firstlineno}" if code else ""
-    said = "trains otherwise, see above" if level == WRONG else "cannot be captured, see above"
-    return replace(own, text=said, finding=Finding("your capture", level, f"{state.path}{line}", evidence))
+    text = "trains otherwise, see above" if level == WRONG else "cannot be captured, see above"
+    return replace(outcome, text=text, finding=Finding("your capture", level, f"{state.path}{line}", evidence))
 
 
 def _cause_of_mine(state: StepState) -> str:
@@ -263,9 +269,9 @@ def main(argv=None) -> int:
             if rank == 0:
                 print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
             with user_file.exits_are_errors():
-                found = diagnose(words[0], device)
+                diagnosis = diagnose(words[0], device)
             if rank == 0:
-                _tell(found, words[1:])
+                _tell(diagnosis, words[1:])
         except torch.OutOfMemoryError as error:
             print(f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr)
             return 1
@@ -279,17 +285,17 @@ def main(argv=None) -> int:
             raise ValueError(f"{place}: the step raised {user_file.said(error)}") from error
         finally:
             collectives.shutdown()
-    return found.status if world_size == 1 else 0
+    return diagnosis.status if world_size == 1 else 0
 
 
-def _tell(found: Diagnosis, names: list[str]) -> None:
+def _tell(diagnosis: Diagnosis, names: list[str]) -> None:
     """Print a diagnosis, write it to a file, and what programs want of it beside it."""
-    print(lines(found.text()))
+    print(lines(diagnosis.text()))
     for name in names:
         try:
-            write_text(Path(name), found.text())
-            told = {key: getattr(found, key) for key in ("status", "whole_is_right", "has_mine")}
-            write_text(Path(f"{name}.json"), json.dumps(told))
+            write_text(Path(name), diagnosis.text())
+            facts = {key: getattr(diagnosis, key) for key in ("status", "whole_is_right", "has_mine")}
+            write_text(Path(f"{name}.json"), json.dumps(facts))
         except OSError as error:
             raise ValueError(f"{name}: {error.strerror}") from None
 

@@ -80,7 +80,7 @@ class EagerSteps:
                 self.objection = str(error)
         state.reset()
         seen = {refused.place.own for refused in self.first.refused}
-        self.first.refused += [each for each in hidden_reads(state, self.batches[0]) if each.place.own not in seen]
+        self.first.refused += [read for read in hidden_reads(state, self.batches[0]) if read.place.own not in seen]
         # One batch of each shape first; all ranks make as many steps.
         firsts = {kind: index for index, kind in reversed(list(enumerate(state.classes)))}
         unlike = list(dict.fromkeys([*firsts.values(), *range(len(state.batches))]))
@@ -110,10 +110,10 @@ class EagerSteps:
             homes={storage_id(p) for _, p in named},
             trained={name: p.requires_grad for name, p in named},
             of_optimizers={
-                storage_id(each)
+                storage_id(tensor)
                 for optimizer in self.state.optimizers
                 for kept in optimizer.state.values()
-                for each in tensors_in(kept)
+                for tensor in tensors_in(kept)
             },
             # Those that are numbers on the host.
             rates=[None if isinstance(rate, torch.Tensor) else rate for rate in rates],
@@ -158,8 +158,8 @@ class EagerSteps:
             instead = operator_table.instead_of(refused.name)
             remedy = f"a graph holds {instead} in its place" if instead else _REMEDIES.get(refused.reason, "")
             remedy = _REMEDIES.get(place.through, remedy)
-            found = _at(place, KINDS[refused.reason], STOPS, evidence, remedy)
-            yield replace(found, is_hidden=refused.is_hidden)
+            finding = _at(place, KINDS[refused.reason], STOPS, evidence, remedy)
+            yield replace(finding, is_hidden=refused.is_hidden)
         for text, place in self.first.warned:
             if _GRADIENT_STREAM in text:
                 yield Finding("gradient stream", STOPS, place.own, text.split(". ")[0])
@@ -169,7 +169,7 @@ class EagerSteps:
     def _made_at(self, place):
         """The line that makes the optimizer or scaler, since it has to change; else the line that calls it."""
         scalers = ("GradScaler",) if place.through == "loss scaler" else ()
-        line = self.source.made(*(scalers or {type(each).__name__ for each in self.state.optimizers}))
+        line = self.source.made(*(scalers or {type(optimizer).__name__ for optimizer in self.state.optimizers}))
         return self.source.at(line) if line else place.own
 
     def _batch_storages(self):
@@ -201,9 +201,9 @@ class EagerSteps:
             elif not pinned:
                 evidence = "copies from unpinned memory: refused in a capture, and read again by each replay before"
                 yield _at(place, "unpinned copy", STOPS, evidence)
-        own = [torch.default_generator, *getattr(torch.cuda, "default_generators", ())]
+        default_generators = [torch.default_generator, *getattr(torch.cuda, "default_generators", ())]
         # Each look at a generator may give another Python object of it.
-        known = {_identity(generator) for generator in [*self.state.snapshot.generators, *own]}
+        known = {_identity(generator) for generator in [*self.state.snapshot.generators, *default_generators]}
         for generator, place in self.first.generators.values():
             if _identity(generator) not in known:
                 yield _at(place, "unknown generator", STOPS, "draws from a generator of its own")
@@ -217,23 +217,23 @@ class EagerSteps:
                 yield Finding("python random", WRONG, self.source.at(self.source.draws(name)), evidence)
 
     def _differences(self):
-        found: dict[tuple[str, str], Finding] = {}
+        findings: dict[tuple[str, str], Finding] = {}
         if self.objection and not any(group.get("capturable") is False for group in self._groups()):
             evidence = f"while a stream captures, {self.objection}"
-            found["objection", ""] = Finding("capture-aware code", STOPS, str(self.state.path), evidence)
-        for index, other in enumerate(self.watched[1:], 1):
-            for finding in self._compared(index, other):
-                found.setdefault((finding.kind, finding.where), finding)
+            findings["objection", ""] = Finding("capture-aware code", STOPS, str(self.state.path), evidence)
+        for index, later_step in enumerate(self.watched[1:], 1):
+            for finding in self._compared(index, later_step):
+                findings.setdefault((finding.kind, finding.where), finding)
         if self.capturing is not None:
             different = compare.first_difference(self.first.operators, self.capturing.operators)
             if different:
                 evidence = "while a stream captures, " + compare.told(*different)
-                found["", ""] = _at(compare.place(*different), "capture-aware code", WRONG, evidence)
-        yield from found.values()
+                findings["", ""] = _at(compare.place(*different), "capture-aware code", WRONG, evidence)
+        yield from findings.values()
 
-    def _compared(self, index, other):
+    def _compared(self, index, later_step):
         """Compare the first step and a later one."""
-        different = compare.first_difference(self.first.operators, other.operators)
+        different = compare.first_difference(self.first.operators, later_step.operators)
         start, now = self.looks[0], self.looks[index]
         gone = [name for name, a in start.gradients.items() if (a is None) != (now.gradients[name] is None)]
         frozen = next((name for name, is_on in start.trained.items() if is_on != now.trained.get(name)), "")
@@ -248,8 +248,8 @@ class EagerSteps:
             evidence = "of two steps of one shape, " + compare.told(*different) + self.changing()
             yield _at(compare.place(*different), "control flow", WRONG, evidence)
         numbers: set[tuple] = set()
-        storages = self.of_batches | other.from_host | other.exchanged
-        for mine, theirs in zip(self.first.operators, other.operators, strict=False):
+        storages = self.of_batches | later_step.from_host | later_step.exchanged
+        for mine, theirs in zip(self.first.operators, later_step.operators, strict=False):
             if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
                 return
             pairs = zip(mine.numbers, theirs.numbers, strict=False)
@@ -266,11 +266,11 @@ class EagerSteps:
 
     def _is_refused(self, mine, theirs):
         """Say whether steps part in a call that no graph can hold anyway."""
-        lines = {each.place.own for each in (mine, theirs) if each}
+        lines = {operator.place.own for operator in (mine, theirs) if operator}
         return any(refused.place.own in lines for refused in self.first.refused)
 
     def _number_differs(self, mine, a, b):
-        through = STEPPED.intersection(each.place.through for each in self.first.refused)
+        through = STEPPED.intersection(refused.place.through for refused in self.first.refused)
         evidence, place = f"{compare.short(mine.name)} gets {a!r} in one step and {b!r} in another", mine.place
         if place.through == "schedule":
             yield Finding("learning rate", WRONG, self._made_at(place), f"a schedule works on the host: {evidence}")
@@ -301,7 +301,7 @@ class EagerSteps:
             )
             evidence += "elsewhere after a step: a replay goes on with that of the capture"
             return _at(loads[-1] if loads else place, "moved memory", WRONG, evidence, _COPY)
-        name = next((name for name, each in look.tensors.items() if storage_id(each) == storage), None)
+        name = next((name for name, tensor in look.tensors.items() if storage_id(tensor) == storage), None)
         line = self.source.changed(name) if name else None
         evidence = f"{name or 'a tensor'} is another tensor after each step, and {compare.short(operator.name)} at "
         evidence += f"{operator.place.own} reads it: a replay reads that of the capture"
@@ -325,15 +325,15 @@ class EagerSteps:
 
     def host_values(self) -> list[Finding]:
         """Return what changes on the host, for wrong numbers that nothing else explains."""
-        found = []
+        findings = []
         for name, (before, after) in sorted(self.changes.items()):
             evidence = f"{name} went from {before!r} to {after!r}; a replay leaves it"
-            found.append(Finding("host value", WRONG, self.source.at(self.source.changed(name)), evidence))
+            findings.append(Finding("host value", WRONG, self.source.at(self.source.changed(name)), evidence))
         for name, tensor in self.looks[-1].tensors.items():
             if self.looks[-2].tensors.get(name, tensor) is not tensor:
                 evidence = f"{name} is another tensor after each step: a replay fills that of the capture"
-                found.append(Finding("kept tensor", WRONG, self.source.at(self.source.changed(name)), evidence))
-        return found
+                findings.append(Finding("kept tensor", WRONG, self.source.at(self.source.changed(name)), evidence))
+        return findings
 
 
 def _identity(generator) -> int:

@@ -77,7 +77,9 @@ class GraphedForwardBackward(GraphedStep):
     def __init__(self, state: StepState, capture: Capture):
         if not state.optimizers:
             raise Unsupported("no optimizer was handed over, so nothing says where the backward pass ends")
-        self._parameters = [p for each in state.optimizers for group in each.param_groups for p in group["params"]]
+        self._parameters = [
+            p for optimizer in state.optimizers for group in optimizer.param_groups for p in group["params"]
+        ]
         super().__init__(state, capture)
 
     def trace(self, static):
@@ -143,15 +145,17 @@ class _Noted(TorchDispatchMode):
         self.uses = ""
         self._addresses = {storage_id(parameter) for parameter in parameters} - {None}
         # Optimizers, schedules and loss scalers.
-        self._stepped = [each for each in owned if hasattr(each, "step") and not isinstance(each, torch.nn.Module)]
+        self._stepped = [
+            holder for holder in owned if hasattr(holder, "step") and not isinstance(holder, torch.nn.Module)
+        ]
         self._patches = contextlib.ExitStack()
 
     def __enter__(self):
-        for each in self._stepped:
+        for holder in self._stepped:
             for name in ("step", "update", "zero_grad", "unscale_"):
-                if hasattr(each, name):
-                    noting = self._noting(name, getattr(each, name))
-                    self._patches.enter_context(mock.patch.object(each, name, noting))
+                if hasattr(holder, name):
+                    noting = self._noting(name, getattr(holder, name))
+                    self._patches.enter_context(mock.patch.object(holder, name, noting))
         return super().__enter__()
 
     def __exit__(self, *error):

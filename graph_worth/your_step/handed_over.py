@@ -29,10 +29,10 @@ def _optimizers(eager):
             name = type(optimizer).__name__
             evidence = f"{name} counts its steps on the host: capturable is False"
             yield Finding("optimizer", STOPS, eager.source.at(eager.source.made(name)), evidence)
-    scheduled = [each for each in eager.state.owned if hasattr(each, "get_last_lr")]
+    scheduled = [holder for holder in eager.state.owned if hasattr(holder, "get_last_lr")]
     rates = eager.looks[-1].rates
     if rates and None not in rates and (scheduled or rates != eager.looks[0].rates):
-        names = {type(each).__name__ for each in eager.state.optimizers}
+        names = {type(optimizer).__name__ for optimizer in eager.state.optimizers}
         what = type(scheduled[0]).__name__ if scheduled else "the step"
         evidence = f"{what} changes lr, a number on the host: a graph of the whole step keeps that of the capture"
         line = None if scheduled else eager.source.sets_item("lr")
@@ -45,8 +45,8 @@ def _batches(eager):
     place = eager.source.at(eager.source.changed("batches"))
     changing = changing_values(batches)
     if changing:
-        each = "; ".join(f"{name} is {', '.join(map(repr, values))}" for name, values in changing.items())
-        evidence = f"of batches whose tensors have one shape {each}: each value needs a graph and its memory"
+        words = "; ".join(f"{name} is {', '.join(map(repr, values))}" for name, values in changing.items())
+        evidence = f"of batches whose tensors have one shape {words}: each value needs a graph and its memory"
         is_number = any(type(value) in (int, float) for values in changing.values() for value in values)
         level = SLOW if is_number or number > FEW_SHAPES else NOTE
         yield Finding("shapes of batches", level, place, evidence, remedy=_AS_TENSOR)
@@ -61,8 +61,10 @@ def _not_handed_over(eager):
     known = known.union(*(look.homes.union(look.gradients.values(), look.of_optimizers) for look in eager.looks))
     known = known.union(*(watched.exchanged for watched in eager.watched))
     # Put back through load_state_dict, as a loss scaler's.
-    own = [each for holder in eager.state.owned if hasattr(holder, "__dict__") for each in vars(holder).values()]
-    known |= {storage_id(each) for each in own if isinstance(each, torch.Tensor)}
+    attributes = [
+        attribute for holder in eager.state.owned if hasattr(holder, "__dict__") for attribute in vars(holder).values()
+    ]
+    known |= {storage_id(attribute) for attribute in attributes if isinstance(attribute, torch.Tensor)}
     names = {storage_id(tensor): name for name, tensor in eager.looks[-1].tensors.items()}
     others = host_values.not_handed_over(eager.state.step, eager.state.owned)
     names |= {storage_id(tensor): words for words, tensor in others}

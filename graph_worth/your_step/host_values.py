@@ -21,8 +21,8 @@ _MODULE_OWN = set(vars(torch.nn.Module())) | {"training"}
 
 def look(step, owned: list) -> tuple[dict, dict]:
     """Return (name -> plain value, name -> tensor) of what the step can reach."""
-    found = _find(step, owned)
-    return found.values, found.tensors
+    reachable = _find(step, owned)
+    return reachable.values, reachable.tensors
 
 
 class Moving:
@@ -58,8 +58,8 @@ class Moving:
 
     def now(self) -> list[tuple[Callable, object]]:
         """Return the functions that set these values, and the values as they are now."""
-        found = _find(self._step, self._owned)
-        return [(found.puts[name], found.values[name]) for name in self.names if name in found.puts]
+        reachable = _find(self._step, self._owned)
+        return [(reachable.puts[name], reachable.values[name]) for name in self.names if name in reachable.puts]
 
     def put_back(self, values: list[tuple[Callable, object]] | None = None) -> None:
         """Set them to their values at `keep`, or to those that `now` gave."""
@@ -71,14 +71,14 @@ class Moving:
 
 def not_handed_over(step, owned: list):
     """Yield (words, tensor) of the modules and optimizers that the step reaches and that were not handed over."""
-    known = {id(part) for each in owned if isinstance(each, torch.nn.Module) for part in each.modules()}
-    known |= {id(each) for each in owned}
-    for name, each, _ in _roots(step):
-        if isinstance(each, torch.nn.Module) and id(each) not in known:
-            for path, tensor in [*each.named_parameters(), *each.named_buffers()]:
+    known = {id(part) for module in owned if isinstance(module, torch.nn.Module) for part in module.modules()}
+    known |= {id(holder) for holder in owned}
+    for name, root, _ in _roots(step):
+        if isinstance(root, torch.nn.Module) and id(root) not in known:
+            for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
                 yield f"{name}.{path}", tensor
-        elif isinstance(each, torch.optim.Optimizer) and id(each) not in known:
-            values = [value for state in each.state.values() for value in state.values()]
+        elif isinstance(root, torch.optim.Optimizer) and id(root) not in known:
+            values = [value for state in root.state.values() for value in state.values()]
             yield from ((f"the state of {name}", value) for value in values if isinstance(value, torch.Tensor))
 
 
@@ -92,17 +92,21 @@ def random_states() -> dict:
 
 
 def _find(step, owned) -> "_Found":
-    found = _Found()
-    for name, each, put in _roots(step):
-        found.visit(name, each, put, depth=2)
-    for index, module in enumerate(each for each in owned if isinstance(each, torch.nn.Module)):
+    reachable = _Found()
+    for name, root, put in _roots(step):
+        reachable.visit(name, root, put, depth=2)
+    for index, module in enumerate(holder for holder in owned if isinstance(holder, torch.nn.Module)):
         for path, part in module.named_modules():
             for key, value in vars(part).items():
                 if key not in _MODULE_OWN:
-                    found.visit(f"{path or f'model {index}'}.{key}", value, functools.partial(setattr, part, key), 1)
+                    reachable.visit(
+                        f"{path or f'model {index}'}.{key}", value, functools.partial(setattr, part, key), 1
+                    )
             # Buffers are handed over; which tensor is one may change.
-            found.tensors |= {f"{path}.{key}".lstrip("."): value for key, value in part.named_buffers(recurse=False)}
-    return found
+            reachable.tensors |= {
+                f"{path}.{key}".lstrip("."): value for key, value in part.named_buffers(recurse=False)
+            }
+    return reachable
 
 
 def _roots(step):
@@ -144,29 +148,32 @@ class _Found:
         self.tensors: dict[str, torch.Tensor] = {}
         self.puts: dict[str, Callable] = {}
 
-    def visit(self, name, each, put, depth):
+    def visit(self, name, value, put, depth):
         """Add a value and what it holds, `depth` steps down."""
-        if isinstance(each, torch.Tensor):
-            if not isinstance(each, torch.nn.Parameter):
-                self.tensors[name] = each
-        elif isinstance(each, _PLAIN):
-            self.values[name] = each
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.nn.Parameter):
+                self.tensors[name] = value
+        elif isinstance(value, _PLAIN):
+            self.values[name] = value
             if put is not None:
                 self.puts[name] = put
-        elif isinstance(each, (list, tuple, set, dict, deque)) and type(each).__module__ in ("builtins", "collections"):
-            self.values[f"len({name})"] = len(each)
-            if depth and len(each) <= MOST_ITEMS and not isinstance(each, set):
-                items = each.items() if isinstance(each, dict) else enumerate(each)
-                for key, value in list(items):
-                    own = None if isinstance(each, tuple) else functools.partial(each.__setitem__, key)
-                    self.visit(f"{name}[{key!r}]", value, own, depth - 1)
-        elif depth and _is_users(each):
-            for key, value in list(vars(each).items()):
-                self.visit(f"{name}.{key}", value, functools.partial(setattr, each, key), depth - 1)
+        elif isinstance(value, (list, tuple, set, dict, deque)) and type(value).__module__ in (
+            "builtins",
+            "collections",
+        ):
+            self.values[f"len({name})"] = len(value)
+            if depth and len(value) <= MOST_ITEMS and not isinstance(value, set):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, child in list(items):
+                    put_child = None if isinstance(value, tuple) else functools.partial(value.__setitem__, key)
+                    self.visit(f"{name}[{key!r}]", child, put_child, depth - 1)
+        elif depth and _is_users(value):
+            for key, child in list(vars(value).items()):
+                self.visit(f"{name}.{key}", child, functools.partial(setattr, value, key), depth - 1)
 
 
-def _is_users(each):
+def _is_users(value):
     """Say whether it is an object of the user's own class, or a plain namespace."""
-    kind = type(each)
-    known = isinstance(each, (type, torch.nn.Module, torch.optim.Optimizer, torch.Generator)) or callable(each)
-    return hasattr(each, "__dict__") and not known and not kind.__module__.startswith(("torch.", "builtins"))
+    kind = type(value)
+    known = isinstance(value, (type, torch.nn.Module, torch.optim.Optimizer, torch.Generator)) or callable(value)
+    return hasattr(value, "__dict__") and not known and not kind.__module__.startswith(("torch.", "builtins"))

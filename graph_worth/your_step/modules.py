@@ -98,8 +98,8 @@ class _Graphs:
 
     def __init__(self, pool: Pool, call: Call):
         self.forward = call.module.forward
-        self.static = [each.detach().clone().requires_grad_(each.requires_grad) for each in call.args]
-        self.parameters = [each for each in call.module.parameters() if each.requires_grad]
+        self.static = [argument.detach().clone().requires_grad_(argument.requires_grad) for argument in call.args]
+        self.parameters = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
         # Casts of an eager step that are cached would be missing in a graph.
         cast = torch.autocast(pool.device.type, call.casts_to, call.casts_to is not None, cache_enabled=False)
         with torch.enable_grad(), cast:
@@ -110,7 +110,7 @@ class _Graphs:
 
     def capture_backward(self, pool: Pool):
         needed = [output for output in self.outputs if output.requires_grad]
-        self.wanted = [each for each in [*self.static, *self.parameters] if each.requires_grad]
+        self.wanted = [tensor for tensor in [*self.static, *self.parameters] if tensor.requires_grad]
         if not needed or not self.wanted:
             return
         self.incoming = [torch.zeros_like(output) for output in needed]
@@ -121,8 +121,8 @@ class _Graphs:
         self.backward_graph, self.gradients = pool.capture(gradients, self.incoming)
 
     def __call__(self, *arguments):
-        found = _Replay.apply(self, len(arguments), *arguments, *self.parameters)
-        return found[0] if self.is_single else found
+        outputs = _Replay.apply(self, len(arguments), *arguments, *self.parameters)
+        return outputs[0] if self.is_single else outputs
 
 
 class _Replay(torch.autograd.Function):
@@ -132,8 +132,8 @@ class _Replay(torch.autograd.Function):
     def forward(ctx, graphs, count, *tensors):
         ctx.graphs, ctx.count = graphs, count
         with torch.no_grad():
-            for own, tensor in zip(graphs.static, tensors[:count], strict=True):
-                own.copy_(tensor)
+            for static, tensor in zip(graphs.static, tensors[:count], strict=True):
+                static.copy_(tensor)
         graphs.forward_graph.replay()
         return tuple(output.detach().clone() for output in graphs.outputs)
 
@@ -142,13 +142,13 @@ class _Replay(torch.autograd.Function):
     def backward(ctx, *incoming):
         graphs = ctx.graphs
         needed = [given for given, output in zip(incoming, graphs.outputs, strict=True) if output.requires_grad]
-        for own, given in zip(graphs.incoming, needed, strict=True):
-            own.copy_(given) if given is not None else own.zero_()
+        for static, given in zip(graphs.incoming, needed, strict=True):
+            static.copy_(given) if given is not None else static.zero_()
         graphs.backward_graph.replay()
         # An optimizer may keep them as .grad, so they are not the graph's own.
-        made = iter(None if each is None else each.clone() for each in graphs.gradients)
+        gradients = iter(None if gradient is None else gradient.clone() for gradient in graphs.gradients)
         inputs = [*graphs.static, *graphs.parameters]
-        return None, None, *(next(made) if each.requires_grad else None for each in inputs)
+        return None, None, *(next(gradients) if tensor.requires_grad else None for tensor in inputs)
 
 
 def _chosen(state: StepState) -> list[Call]:
@@ -162,14 +162,14 @@ def _chosen(state: StepState) -> list[Call]:
             return
         casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         results = output if isinstance(output, (list, tuple)) else [output]
-        is_plain = bool(args) and not kwargs and all(isinstance(each, torch.Tensor) for each in [*args, *results])
+        is_plain = bool(args) and not kwargs and all(isinstance(value, torch.Tensor) for value in [*args, *results])
         calls[module] = Call(path, module, args, casts_to, is_plain)
 
     state.reset()
     with hooked(named_parts(state.modules), note):
         watched = watch(state.step, state.batch(0), state.modules)
     bad = {refused.place.module for refused in watched.refused}
-    sizes = Counter(each.place.module for each in watched.operators)
+    sizes = Counter(operator.place.module for operator in watched.operators)
 
     def largest(path, module):
         call = calls.get(module)
@@ -182,5 +182,5 @@ def _chosen(state: StepState) -> list[Call]:
         for name, child in module.named_children():
             yield from largest(f"{path}.{name}" if path else name, child)
 
-    chosen = {found for module in state.modules for found in largest("", module)}
+    chosen = {part for module in state.modules for part in largest("", module)}
     return [call for call in calls.values() if call.module in chosen]

@@ -19,18 +19,18 @@ def signature_of(batch) -> tuple:
 
 def changing_values(batches: list) -> dict[str, list]:
     """Return name -> values of the numbers and texts that differ among batches whose tensors have one shape."""
-    found: dict[str, list] = {}
+    values_by_name: dict[str, list] = {}
     first: dict[tuple, dict] = {}
     for batch in batches:
         leaves = {keystr(path): leaf for path, leaf in tree_leaves_with_path(batch)}
         shapes = signature_of([leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)])
         plain = {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)}
         for name, value in first.setdefault(shapes, plain).items():
-            other = plain.get(name, value)
-            if repr(other) != repr(value):
-                values = found.setdefault(f"batch{name}", [value])
-                values += [other] if other not in values else []
-    return found
+            batch_value = plain.get(name, value)
+            if repr(batch_value) != repr(value):
+                values = values_by_name.setdefault(f"batch{name}", [value])
+                values += [batch_value] if batch_value not in values else []
+    return values_by_name
 
 
 def static_copy(batch, device: torch.device):
@@ -40,9 +40,9 @@ def static_copy(batch, device: torch.device):
 
 def copy_batch(static, batch) -> None:
     """Copy a batch of the same shapes into the tensors that a graph reads."""
-    for own, leaf in zip(tree_leaves(static), tree_leaves(batch), strict=True):
-        if isinstance(own, torch.Tensor):
-            own.copy_(leaf, non_blocking=True)
+    for static_leaf, leaf in zip(tree_leaves(static), tree_leaves(batch), strict=True):
+        if isinstance(static_leaf, torch.Tensor):
+            static_leaf.copy_(leaf, non_blocking=True)
 
 
 def has_several_ranks() -> bool:

@@ -70,13 +70,13 @@ def _frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
 
 def place_of(frames: Iterable[tuple[str, int]], module: str = "", has_callers: bool = False) -> Place:
     """Return the place of (file, line) of frames, the innermost first."""
-    line = own = through = ""
+    line = user_line = through = ""
     callers = []
     for path, here in frames:
-        if own and not has_callers:
+        if user_line and not has_callers:
             break
         is_installed = path.startswith(_COMMON) or any(part in path for part in _PACKAGES)
-        if own:
+        if user_line:
             if _is_outside(path) and not is_installed and not path.startswith(_STANDARD_LIBRARY):
                 callers.append(f"{path}:{here}")
         elif path.startswith(_OPTIM) and path != _AVERAGES:
@@ -87,8 +87,8 @@ def place_of(frames: Iterable[tuple[str, int]], module: str = "", has_callers: b
             through = through or next((name for start, name in _NAMED.items() if path.startswith(start)), "")
         elif _is_outside(path) and (is_installed or not path.startswith(_STANDARD_LIBRARY)):
             line = line or f"{path}:{here}"
-            own = "" if is_installed else f"{path}:{here}"
-    return Place(line or UNKNOWN, own or line or UNKNOWN, through, module, tuple(callers))
+            user_line = "" if is_installed else f"{path}:{here}"
+    return Place(line or UNKNOWN, user_line or line or UNKNOWN, through, module, tuple(callers))
 
 
 def _is_outside(path: str) -> bool:

@@ -23,18 +23,18 @@ T = TypeVar("T")
 
 def first(value: T) -> T:
     """Return the value of the first rank that has one other than None, False or an empty text; else this rank's."""
-    return next((own for own in of_all_ranks(value) if own), value)
+    return next((rank_value for rank_value in of_all_ranks(value) if rank_value), value)
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
     """Return the findings of all ranks; of those that only some ranks have, the evidence names these."""
     every = of_all_ranks(findings)
-    found: dict[tuple, dict[int, Finding]] = {}
-    for rank, own in enumerate(every):
-        for finding in own:
-            found.setdefault((finding.kind, finding.level, finding.where), {})[rank] = finding
+    findings_by_key: dict[tuple, dict[int, Finding]] = {}
+    for rank, rank_findings in enumerate(every):
+        for finding in rank_findings:
+            findings_by_key.setdefault((finding.kind, finding.level, finding.where), {})[rank] = finding
     named = []
-    for by_rank in found.values():
+    for by_rank in findings_by_key.values():
         finding = next(iter(by_rank.values()))
         if len(by_rank) < len(every):
             which = f"rank{'s' * (len(by_rank) > 1)} {', '.join(map(str, by_rank))}"
@@ -47,7 +47,7 @@ def parting(state: StepState, step: Watched) -> list[Finding]:
     """Return findings where ranks have other batches, call other collectives or run other operators."""
     source = Source(state.path)
     batches = of_all_ranks([_told(batch) for batch in state.batches])
-    collectives = of_all_ranks([each for each in step.operators if is_collective(each.name)])
+    collectives = of_all_ranks([operator for operator in step.operators if is_collective(operator.name)])
     operators = of_all_ranks(step.operators)
     for rank in range(1, len(batches)):
         different = compare.first_difference(collectives[0], collectives[rank])

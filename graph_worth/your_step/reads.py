@@ -49,22 +49,24 @@ def hidden_reads(state, index: int) -> list[RefusedCall]:
         finally:
             threads = torch.autograd._disable_profiler_legacy()
     # The profiler does not tell on which device a tensor lies that is read: a GPU's waits do.
-    found = reads_in(threads)
-    return [each for each in found if not has_gpu or each.place.own in waits or (waits and "Backward" in each.name)]
+    reads = reads_in(threads)
+    return [read for read in reads if not has_gpu or read.place.own in waits or (waits and "Backward" in read.name)]
 
 
 def reads_in(threads):
     """Yield the hidden reads in the profiler's records: a list for each thread, of operators that begin and end."""
     # Sequence number -> stack and module of the operator that made the node. A GPU's backward pass has its own thread.
     makers: dict[int, tuple[list[str], str]] = {}
-    for records in sorted(threads, key=lambda each: each[0].name() != "__start_profile"):
+    for records in sorted(threads, key=lambda thread: thread[0].name() != "__start_profile"):
         opened: list = []
         for record in records:
             if record.kind() == "pop":
-                opened = [each for each in opened if each.handle() != record.handle()]
+                opened = [open_record for open_record in opened if open_record.handle() != record.handle()]
             if record.kind() != "push":
                 continue
-            start = max((at + 1 for at, each in enumerate(opened) if each.name().startswith(_NODE)), default=0)
+            start = max(
+                (at + 1 for at, open_record in enumerate(opened) if open_record.name().startswith(_NODE)), default=0
+            )
             if record.sequence_nr() >= 0 and not start:
                 makers[record.sequence_nr()] = record.stack(), _module(opened)
             if record.name() in _READS:
@@ -74,7 +76,7 @@ def reads_in(threads):
 
 def _hidden(record, before, opened, makers):
     """The read of a record, below the operators that are open in the step, or in the backward pass of its `before`."""
-    names = [each.name() for each in opened]
+    names = [open_record.name() for open_record in opened]
     # Fused optimizers take a tensor's number of steps and learning rate, on a GPU inside of the kernel.
     is_on_cpu_alone = not _ON_CPU_ALONE.isdisjoint(names) or any(name.startswith("aten::_fused_") for name in names)
     if is_on_cpu_alone:
@@ -83,7 +85,11 @@ def _hidden(record, before, opened, makers):
     if before:
         engine = next((at for at, frame in enumerate(stack) if "_engine_run_backward" in frame), len(stack))
         is_own = engine > 0  # the backward of a function of the user's, whose Python runs
-        number = -1 if is_own else next((each.sequence_nr() for each in opened if each.sequence_nr() >= 0), -1)
+        number = (
+            -1
+            if is_own
+            else next((open_record.sequence_nr() for open_record in opened if open_record.sequence_nr() >= 0), -1)
+        )
         node, names = names[: not is_own], names[1:]
     # A name without a namespace is a range of Python's: a module, or the forward of a function of the user's.
     names = node + [name for name in names if "::" in name and name not in _BETWEEN]
@@ -104,7 +110,7 @@ def _row_of(name):
 
 
 def _module(opened) -> str:
-    names = [each.name() for each in opened if each.name().startswith(MODULE)]
+    names = [open_record.name() for open_record in opened if open_record.name().startswith(MODULE)]
     return names[-1].removeprefix(MODULE) if names else ""
 
 

@@ -101,7 +101,10 @@ class ScriptWatch:
         least = min(reversed(self._calls), key=self._calls.__getitem__)
         if self._calls[least] < AFTER and max(self._calls.values()) >= MOST_WAITED:
             # It may never be called again.
-            least = min((each for each in reversed(self._calls) if self._calls[each] > 1), key=self._calls.__getitem__)
+            least = min(
+                (optimizer for optimizer in reversed(self._calls) if self._calls[optimizer] > 1),
+                key=self._calls.__getitem__,
+            )
         elif self._calls[least] < AFTER:
             return
         self._pace, self._told["optimizer"] = least, f"{type(least).__name__} at {self._places[least]}"
@@ -122,9 +125,9 @@ class ScriptWatch:
         self._told["step_ms"] = (time.perf_counter() - start) * 1e3 / TIMED
         others = (self._calls - before).items()
         self._told["num_calls"] = {
-            f"{type(each).__name__} at {self._places.get(each, '?')}": number / TIMED
-            for each, number in others
-            if each is not self._pace
+            f"{type(optimizer).__name__} at {self._places.get(optimizer, '?')}": number / TIMED
+            for optimizer, number in others
+            if optimizer is not self._pace
         }
         self._told["on_gpu"] = on_gpu
         self._write()
@@ -140,25 +143,27 @@ class ScriptWatch:
             reads: Counter[tuple[str, str]] = Counter()
             for _ in range(READ):
                 # A line that waits for the GPU is in the record of a step once.
-                with reads_noted() as found:
+                with reads_noted() as record:
                     yield
-                reads.update((each.place.own, each.name) for each in found.refused if not each.place.through)
+                reads.update(
+                    (refused.place.own, refused.name) for refused in record.refused if not refused.place.through
+                )
         self._told["reads"] = [[line, name, number / READ] for (line, name), number in reads.items()]
-        self._told["shapes"] = {name: sorted(own)[:MOST_SHAPES] for name, own in shapes.items()}
+        self._told["shapes"] = {name: sorted(class_shapes)[:MOST_SHAPES] for name, class_shapes in shapes.items()}
 
 
 @contextlib.contextmanager
 def _shapes():
     """Yield class -> shapes of the tensors that modules get, where they train and no other module calls them."""
-    found: dict[str, set] = {}
+    shapes_by_class: dict[str, set] = {}
     original, inside = torch.nn.Module.__call__, threading.local()
 
     def call(module, *args, **kwargs):
         if getattr(inside, "depth", 0) or not module.training:
             return original(module, *args, **kwargs)
-        leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        if len(found.setdefault(type(module).__name__, set())) < MOST_SHAPES:
-            found[type(module).__name__].add(tuple(tuple(each.shape) for each in leaves))
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if len(shapes_by_class.setdefault(type(module).__name__, set())) < MOST_SHAPES:
+            shapes_by_class[type(module).__name__].add(tuple(tuple(leaf.shape) for leaf in leaves))
         inside.depth = 1
         try:
             return original(module, *args, **kwargs)
@@ -166,4 +171,4 @@ def _shapes():
             inside.depth = 0
 
     with mock.patch.object(torch.nn.Module, "__call__", call):
-        yield found
+        yield shapes_by_class

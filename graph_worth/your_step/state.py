@@ -44,14 +44,14 @@ class StepState:
             handed = user_file.load(text, device)
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned
             self.make_mine = handed.make_mine
-            self.modules = [each for each in self.owned if isinstance(each, torch.nn.Module)]
-            self.optimizers = [each for each in self.owned if isinstance(each, torch.optim.Optimizer)]
+            self.modules = [module for module in self.owned if isinstance(module, torch.nn.Module)]
+            self.optimizers = [optimizer for optimizer in self.owned if isinstance(optimizer, torch.optim.Optimizer)]
             # The first statistics that have seen a batch, or "".
-            named = [(name, each) for module in self.modules for name, each in module.named_buffers()]
-            seen = (name for name, each in named if name.endswith("num_batches_tracked") and int(each) > 0)
+            named = [(name, buffer) for module in self.modules for name, buffer in module.named_buffers()]
+            seen = (name for name, buffer in named if name.endswith("num_batches_tracked") and int(buffer) > 0)
             self.moved_by_build = next(seen, "")
             self.losses: dict[int, torch.Tensor | float] = {}
-            has_ddp = any(isinstance(each, torch.nn.parallel.DistributedDataParallel) for each in self.modules)
+            has_ddp = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in self.modules)
             # Counts and rates in dicts, closures and objects, which no object of torch holds.
             self.moving = host_values.Moving(self.step, self.owned)
             self.moving_of_mine: host_values.Moving | None = None
@@ -63,7 +63,7 @@ class StepState:
                 self.step_s = time.monotonic() - start
                 self.moving.note()
         # Those that build or the first steps have started, and that go on.
-        self.threads = [each for each in threading.enumerate() if each not in threads]
+        self.threads = [thread for thread in threading.enumerate() if thread not in threads]
         # Before the snapshot, so that a start that is broken already is told from a step that breaks.
         self.warm_losses = [float(loss) for loss in self.losses.values()]
         self.snapshot = Snapshot(self.owned, device)
@@ -75,7 +75,7 @@ class StepState:
             text = f"{self.path.name}: its batches have {len(known)} shapes, and a graph has one: pad them to at most "
             names = ", ".join(changing_values(self.batches))
             raise ValueError(f"{text}{MOST_CLASSES}" + (f", and make {names} a tensor on the GPU" if names else ""))
-        self.classes = [known.index(each) for each in signatures]
+        self.classes = [known.index(signature) for signature in signatures]
         # Steps after which the shapes come again.
         self.period = len(self.classes)
 
@@ -169,7 +169,13 @@ def marked(layers):
 def _layers(modules):
     """The children of lists of layers, else of the modules: few enough that hooks on them cost nothing."""
     lists = (torch.nn.ModuleList, torch.nn.Sequential)
-    inner = [child for module in modules for each in module.modules() if isinstance(each, lists) for child in each]
+    inner = [
+        child
+        for module in modules
+        for container in module.modules()
+        if isinstance(container, lists)
+        for child in container
+    ]
     return inner or [child for module in modules for child in module.children()]
 
 

@@ -29,8 +29,8 @@ def split(text: str) -> tuple[Path, str]:
         source = path.read_text(errors="replace")
     except OSError as error:
         raise ValueError(f"--step {text}: {error.strerror}") from None
-    own = re.escape(function)
-    if not re.search(rf"(?m)^(def {own}\s*\(|{own}\s*=|from .*\b{own}\b)", source):
+    escaped = re.escape(function)
+    if not re.search(rf"(?m)^(def {escaped}\s*\(|{escaped}\s*=|from .*\b{escaped}\b)", source):
         raise ValueError(f"--step {text}: {name} has no function {function}(device), it takes {FORM}")
     return path, function
 
@@ -38,10 +38,10 @@ def split(text: str) -> tuple[Path, str]:
 def digest(text: str) -> str:
     """Return 16 hex digits of the file that STEP names and of the Python files beside it and in folders beside it."""
     path = split(text)[0].resolve()
-    found = {path, *itertools.islice((each for each in path.parent.glob("*.py")), MOST_FILES)}
-    found |= set(itertools.islice((each for each in path.parent.glob("[!.]*/*.py")), MOST_FILES))
+    files = {path, *itertools.islice((file for file in path.parent.glob("*.py")), MOST_FILES)}
+    files |= set(itertools.islice((file for file in path.parent.glob("[!.]*/*.py")), MOST_FILES))
     total = hashlib.sha256()
-    for each in sorted(found):
+    for file in sorted(files):
         with contextlib.suppress(OSError):
-            total.update(str(each.relative_to(path.parent)).encode(errors="replace") + b"\0" + each.read_bytes())
+            total.update(str(file.relative_to(path.parent)).encode(errors="replace") + b"\0" + file.read_bytes())
     return total.hexdigest()[:16]

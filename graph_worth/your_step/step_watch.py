@@ -129,7 +129,7 @@ def reads_noted():
     watcher = _Watcher(Beside())
     patched = rules.PATCHED + _calls_of_gpu() + [(torch.Tensor, name, rules.READS) for name in rules.CONVERSIONS]
     patched += [(torch, name, rules.READS) for name in ("equal", "allclose")]
-    with _noting_calls(watcher, [each for each in patched if each[2] in (rules.READS, WAITS)]):
+    with _noting_calls(watcher, [call for call in patched if call[2] in (rules.READS, WAITS)]):
         yield watcher.found
 
 
@@ -154,7 +154,7 @@ class _Watcher:
 
     def look_up(self, name, count):
         """Refuse a function by the table of operators, unless more than reads was refused after the first `count`."""
-        is_more = any(each.reason != rules.READS for each in self.found.refused[count:])
+        is_more = any(refused.reason != rules.READS for refused in self.found.refused[count:])
         if operator_table.is_refused(name) and not (self.is_inside or is_more):
             self.found.refused[count:] = [RefusedCall(name, BY_TABLE, self.place(has_callers=True), is_hidden=True)]
 
@@ -168,12 +168,12 @@ class _Watcher:
             vars(self).update(before)
 
     def random_states(self):
-        own = [torch.default_generator, *getattr(torch.cuda, "default_generators", ())] if self.threads else []
-        return [_hash(each.get_state().untyped_storage()) for each in own]
+        generators = [torch.default_generator, *getattr(torch.cuda, "default_generators", ())] if self.threads else []
+        return [_hash(generator.get_state().untyped_storage()) for generator in generators]
 
     def look_for_draws(self):
         if self.states != self.random_states():
-            places = [place_of_thread(each) for each in self.threads if each.is_alive()]
+            places = [place_of_thread(thread) for thread in self.threads if thread.is_alive()]
             self.found.drawing += [place for place in places if place not in self.found.drawing]
 
     def look_at_contents(self, tensor, address, place):
@@ -191,7 +191,7 @@ class _Watcher:
         def note(*args, **kwargs):
             if self.is_inside or _is_for_host(reason, args):
                 return original(*args, **kwargs)
-            if threading.get_ident() in {each.ident for each in self.threads}:
+            if threading.get_ident() in {thread.ident for thread in self.threads}:
                 self.found.threads.append(self.place())
                 return original(*args, **kwargs)
             self.refuse(name, reason)
@@ -251,40 +251,40 @@ class _Operators(TorchDispatchMode):
         watcher = self.watcher
         if func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
-        place, found = watcher.place(), watcher.found
+        place, record = watcher.place(), watcher.found
         watcher.streams.launched(place)
         leaves = tree_leaves((args, kwargs))
         is_exchange = is_collective(str(func))
         reason = rules.reason_against(func, args, kwargs)
         if is_exchange and (has_several_ranks() or any(map(_is_cuda, leaves))):
             reason = None  # NCCL's are captured, and several ranks of a CPU stand for GPUs
-        if func is torch.ops.aten.set_.source_Storage and storage_id(args[0]) in found.made:
+        if func is torch.ops.aten.set_.source_Storage and storage_id(args[0]) in record.made:
             reason = None  # a view that this step makes, as cuDNN's LSTM does of its weights
         # A number that goes into a tensor is a fill, for which the GPU waits for nothing.
         is_fill = watcher.stores_number and func._schema.name == "aten::lift_fresh" and args[0].dim() == 0
         if reason and not watcher.is_inside and not is_fill and not _is_for_host(reason, leaves):
             watcher.refuse(func, reason)
         # Gloo ends some collectives with an operator on a tensor of its own.
-        follows = bool(found.operators) and is_collective(found.operators[-1].name) and not any(map(_is_cuda, leaves))
+        follows = bool(record.operators) and is_collective(record.operators[-1].name) and not any(map(_is_cuda, leaves))
         for leaf in leaves:
             if (is_exchange or follows or func.namespace == "fsdp") and isinstance(leaf, torch.Tensor):
-                found.exchanged.add(storage_id(leaf))
+                record.exchanged.add(storage_id(leaf))
             if isinstance(leaf, torch.Generator):
-                found.generators.setdefault(id(leaf), (leaf, place))
+                record.generators.setdefault(id(leaf), (leaf, place))
         given = tensors_in(leaves)
         for tensor in given:
             address = storage_id(tensor)
-            if address is not None and address not in found.made and address not in found.kept:
+            if address is not None and address not in record.made and address not in record.kept:
                 watcher.look_at_contents(tensor, address, place)
                 if _is_rewritten(tensor, func, args, kwargs):
-                    found.rewritten.add(address)
-        outside = tuple(_outside(tensor, found) for tensor in given)
+                    record.rewritten.add(address)
+        outside = tuple(_outside(tensor, record) for tensor in given)
         if func._schema.name == "aten::lift_fresh":
-            found.from_host.add(storage_id(args[0]))
+            record.from_host.add(storage_id(args[0]))
         for tensor in () if is_exchange else written(func, args, kwargs):
             address = storage_id(tensor)
-            if address is not None and address not in found.made:
-                found.written.setdefault(address, place)
+            if address is not None and address not in record.made:
+                record.written.setdefault(address, place)
         watcher.look_for_draws()
         result = func(*args, **kwargs)
         watcher.states = watcher.random_states()
@@ -293,11 +293,11 @@ class _Operators(TorchDispatchMode):
         for tensor in tensors:
             address = storage_id(tensor)
             # Not a view: this operator has made the storage, if perhaps where an earlier one was.
-            if address is not None and address not in found.kept and address not in taken:
-                found.made[address] = place
+            if address is not None and address not in record.kept and address not in taken:
+                record.made[address] = place
         numbers = tuple(leaf for leaf in leaves if isinstance(leaf, (int, float, complex)))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        found.operators.append(Operator(str(func), shapes, numbers, outside, place))
+        record.operators.append(Operator(str(func), shapes, numbers, outside, place))
         return result
 
     def _note_copy(self, func, args, result, place):
@@ -345,8 +345,8 @@ def _is_rewritten(tensor, func, args, kwargs) -> bool:
     if func._schema.name in _FILLS:
         written = args[:1]
     else:
-        written = [kwargs.get(each.name) for each in func._schema.arguments if each.is_out]
-    return any(each is tensor for each in tensors_in(written))
+        written = [kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_out]
+    return any(target is tensor for target in tensors_in(written))
 
 
 def _hash(storage) -> int:
@@ -354,9 +354,9 @@ def _hash(storage) -> int:
     return zlib.crc32((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())) if storage.nbytes() else 0
 
 
-def _outside(tensor, found) -> int | None:
+def _outside(tensor, record) -> int | None:
     address = storage_id(tensor)
-    if address is None or address in found.made:
+    if address is None or address in record.made:
         return None
-    found.kept.setdefault(address, storage_of(tensor))
+    record.kept.setdefault(address, storage_of(tensor))
     return address

@@ -33,11 +33,13 @@ MOST_SHARE, NUM_COURSES = 0.25, 4
 @contextlib.contextmanager
 def _noting_other_kernels():
     """Yield a list that gets the warnings of operators within it that have no deterministic kernel."""
-    found: list[str] = []
+    messages: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        yield found
-    found += [str(each.message) for each in seen if re.match(torch_settings.OTHER_KERNEL, str(each.message))]
+        yield messages
+    messages += [
+        str(warning.message) for warning in seen if re.match(torch_settings.OTHER_KERNEL, str(warning.message))
+    ]
 
 
 def course_of(state: StepState, step: Callable[[int], None]) -> Course:
@@ -129,14 +131,14 @@ class Trial:
 
     def _failed(self, error, level) -> Outcome:
         is_full = isinstance(error, torch.OutOfMemoryError)
-        said = variants.status_of(error, self.state.device)[1] if is_full else str(error)
+        message = variants.status_of(error, self.state.device)[1] if is_full else str(error)
         reason, place = (error.reason, error.place) if isinstance(error, CaptureError) else ("", "")
-        cause, remedy = explained(said, reason)
-        evidence = (said if is_full else cause or said) + (f"; {remedy}" if remedy else "")
+        cause, remedy = explained(message, reason)
+        evidence = (message if is_full else cause or message) + (f"; {remedy}" if remedy else "")
         evidence += "".join(f"; CUDA's log: {line}" for line in getattr(error, "log", ()))
         kind, level = ("memory", STOPS) if is_full else ("capture", level)
         finding = Finding(kind, level, place or "the step", evidence)
-        text = f"failed: {said if is_full else cause or said}"
+        text = f"failed: {message if is_full else cause or message}"
         return Outcome(text, finding=finding)
 
     def _judged(self, variant) -> Outcome:
@@ -147,15 +149,15 @@ class Trial:
             self._is_exact = not others
             variants.enter(variant)
         eager, again = self._eager
-        said = ""
+        fault = ""
         if not all(map(math.isfinite, eager.losses)):
             count = len(self.state.batches)
             losses = [(f"warm-up step {i}, of batch {i % count},", x) for i, x in enumerate(self.state.warm_losses)]
             losses += [(f"step {i}", x) for i, x in enumerate(eager.losses)]
-            said = next(f"eager's loss of {step} is {x}" for step, x in losses if not math.isfinite(x))
-        said = rank_decisions.first(said)
-        if said:
-            return self._wrong("not finite", f"{said}: nothing is compared", "")
+            fault = next(f"eager's loss of {step} is {x}" for step, x in losses if not math.isfinite(x))
+        fault = rank_decisions.first(fault)
+        if fault:
+            return self._wrong("not finite", f"{fault}: nothing is compared", "")
         unlike = parity.difference(eager, eager, again)
         if not self._is_exact and parity.scatter(eager, again) <= MOST_NOISE:
             unlike = ""

@@ -16,9 +16,9 @@ from graph_worth.your_step.step_watch import written
 def read_before_written(state, indices: list[int]) -> tuple[Place, str] | None:
     """Make a step on each of some batches; return (place of an allocation, evidence), None where it does not matter."""
     for index in indices:
-        found, has_nan = _filled_step(state, index, float("nan"))
+        read, has_nan = _filled_step(state, index, float("nan"))
         if rank_decisions.first(has_nan) and not rank_decisions.first(_filled_step(state, index, 0.0)[1]):
-            return found
+            return read
     return None
 
 
@@ -64,8 +64,8 @@ class Filled(TorchDispatchMode):
 
     def _look(self, func, args, kwargs, result):
         read = list(filter(self._is_allocated, tensors_in((args, kwargs))))
-        made = [*tensors_in(result), *written(func, args, kwargs)]
-        if read and any(not self._is_allocated(tensor) and _nan(tensor) for tensor in made):
+        outputs = [*tensors_in(result), *written(func, args, kwargs)]
+        if read and any(not self._is_allocated(tensor) and _nan(tensor) for tensor in outputs):
             place, _ = self._allocated[read[0].untyped_storage()._cdata]
             name = str(func).removesuffix(".default")
             evidence = f"{name} at {place_of_call().own} reads memory that was allocated here and not written"

@@ -51,7 +51,7 @@ def load(text: str, device: torch.device) -> Handed:
     if FOLDER in os.environ:
         folders.append(os.environ[FOLDER])
         os.chdir(folders[-1])
-    sys.path[:0] = [each for each in dict.fromkeys(folders) if each not in sys.path]
+    sys.path[:0] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -59,12 +59,12 @@ def load(text: str, device: torch.device) -> Handed:
     try:
         with mock.patch.object(sys, "argv", [str(path)]):
             spec.loader.exec_module(module)
-            made = getattr(module, name)(device)
+            returned = getattr(module, name)(device)
     except torch.OutOfMemoryError:
         raise
     except (Exception, SystemExit) as error:
         raise ValueError(f"{where(error, path)}: {name}(device) raised {said(error)}") from error
-    return _checked(made, f"{path.name}: {name}(device)", device)
+    return _checked(returned, f"{path.name}: {name}(device)", device)
 
 
 def where(error: BaseException, path: Path) -> str:
@@ -94,11 +94,11 @@ def _remedy(error, text) -> str:
     return ""
 
 
-def _checked(made, name, device):
-    if not isinstance(made, (tuple, list)) or len(made) != 3:
-        kind = type(made).__name__ + (f" of {len(made)}" if isinstance(made, (tuple, list)) else "")
+def _checked(returned, name, device):
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+        kind = type(returned).__name__ + (f" of {len(returned)}" if isinstance(returned, (tuple, list)) else "")
         raise ValueError(f"{name} returned a {kind}; it has to return step, batches, [what training changes]")
-    step, batches, owned = made
+    step, batches, owned = returned
     make_mine = None
     if isinstance(step, dict):
         if "eager" not in step or not step.keys() <= {"eager", "mine"}:
@@ -124,9 +124,9 @@ def _checked(made, name, device):
         if not tensors_in(batch):
             raise ValueError(f"{name}: batch {index} has no tensor; a batch is a tensor or a nest of tensors")
     owned = list(owned) if isinstance(owned, (list, tuple)) else [owned]
-    for each in owned:
-        if isinstance(each, torch.nn.Module):
-            for parameter_name, parameter in each.named_parameters():
+    for holder in owned:
+        if isinstance(holder, torch.nn.Module):
+            for parameter_name, parameter in holder.named_parameters():
                 if parameter.device.type != device.type:
                     text = f"parameter {parameter_name} lies on {parameter.device}, the step is to run on {device}"
                     raise ValueError(f"{name}: {text}: build the model with .to(device)")
@@ -145,11 +145,11 @@ def _hides_tensors(leaf) -> bool:
 @contextlib.contextmanager
 def exits_are_errors():
     """Within it, os._exit of this thread raises as sys.exit does: a step that ends its process is told of."""
-    real, own = os._exit, (os.getpid(), threading.get_ident())
+    real, this_thread = os._exit, (os.getpid(), threading.get_ident())
 
     def ended(status):
         # Children of multiprocessing end so, and the watchdog.
-        if (os.getpid(), threading.get_ident()) != own:
+        if (os.getpid(), threading.get_ident()) != this_thread:
             real(status)
         raise SystemExit(f"os._exit({status})")
 

@@ -24,30 +24,32 @@ class Source:
 
         Lines in functions inside of others count before those in the file's own code and in __init__.
         """
-        scopes = [each for each in self._nodes if isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.Lambda))]
-        found = []
+        scopes = [scope for scope in self._nodes if isinstance(scope, (ast.FunctionDef, ast.ClassDef, ast.Lambda))]
+        changes = []
         for node in self._nodes:
             if isinstance(node, (ast.stmt, ast.expr)) and _changes(node, _last(name)):
                 line = node.lineno
-                around = [each for each in scopes if each.lineno <= line <= (each.end_lineno or each.lineno)]
-                is_in_init = any(getattr(each, "name", "") == "__init__" for each in around)
-                found.append((not is_in_init, len(around), line))
-        return max(found)[2] if found else None
+                around = [scope for scope in scopes if scope.lineno <= line <= (scope.end_lineno or scope.lineno)]
+                is_in_init = any(getattr(scope, "name", "") == "__init__" for scope in around)
+                changes.append((not is_in_init, len(around), line))
+        return max(changes)[2] if changes else None
 
     def sets_item(self, key: str) -> int | None:
         """Return the last line that sets an item of this constant name, as in group["lr"] = 0.1."""
-        targets = [each for node in self._nodes if isinstance(node, ast.Assign) for each in node.targets]
+        targets = [target for node in self._nodes if isinstance(node, ast.Assign) for target in node.targets]
         targets += [node.target for node in self._nodes if isinstance(node, ast.AugAssign)]
         keys = [
-            (each.lineno, getattr(each.slice, "value", None)) for each in targets if isinstance(each, ast.Subscript)
+            (target.lineno, getattr(target.slice, "value", None))
+            for target in targets
+            if isinstance(target, ast.Subscript)
         ]
-        return max((line for line, each in keys if each == key), default=None)
+        return max((line for line, target_key in keys if target_key == key), default=None)
 
     def branches(self, name: str) -> list[int]:
         """Return the lines of branches and loops whose condition reads the last part of a name."""
         kinds = (ast.If, ast.IfExp, ast.While)
         tests = [node.test for node in self._nodes if isinstance(node, kinds)]
-        return [test.lineno for test in tests if any(_word(each) == _last(name) for each in ast.walk(test))]
+        return [test.lineno for test in tests if any(_word(node) == _last(name) for node in ast.walk(test))]
 
     def draws_near(self, where: str) -> str:
         """Return the first FILE:LINE in the function around FILE:LINE that draws random numbers, else that line."""
@@ -57,9 +59,9 @@ class Source:
         line = int(number)
         kinds = ast.FunctionDef, ast.Lambda
         around = [n for n in self._nodes if isinstance(n, kinds) and n.lineno <= line <= (n.end_lineno or line)]
-        inner = max(around, key=lambda each: each.lineno, default=None)
-        calls = [each for each in ast.walk(inner) if isinstance(each, ast.Call)] if inner else []
-        return self.at(min((each.lineno for each in calls if _word(each.func) in _DRAWING), default=line))
+        inner = max(around, key=lambda function: function.lineno, default=None)
+        calls = [call for call in ast.walk(inner) if isinstance(call, ast.Call)] if inner else []
+        return self.at(min((call.lineno for call in calls if _word(call.func) in _DRAWING), default=line))
 
     def made(self, *names: str) -> int | None:
         """Return the last line that calls one of these names, such as a class."""
@@ -96,7 +98,7 @@ def _changes(node, word):
 
 def _names(target, word):
     if isinstance(target, (ast.Tuple, ast.List)):
-        return any(_names(each, word) for each in target.elts)
+        return any(_names(element, word) for element in target.elts)
     if isinstance(target, (ast.Subscript, ast.Starred)):
         return _names(target.value, word)
     return _word(target) == word
