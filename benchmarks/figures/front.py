@@ -21,19 +21,19 @@ LEFT, GAP, TALL = 2.95, 0.62, 2.5
 LONGEST = 40  # letters of a name
 
 
-def gain(found: Found) -> Page:
+def gain(results: Found) -> Page:
     """Draw a row of hosts for each workload, and every graph beside its ceiling; raise NotDrawn without any graph."""
-    lines = headlines.of(found)
+    lines = headlines.of(results)
     if not lines:
         raise NotDrawn("no graph on a GPU has a gain")
-    reached = [mark for mark in runs.reached(runs.on_gpus(found.rows)) if not mark.point.is_busy]
+    reached = [mark for mark in runs.reached(runs.on_gpus(results.rows)) if not mark.point.is_busy]
     names = {gpu.gpu for line in lines for gpu in line.gpus}
     names |= {headlines.short(mark.row.workload.gpu) for mark in reached}
     gpus = {name: MARKS[index % len(MARKS)] for index, name in enumerate(sorted(names, reverse=True))}
     note = "Left: a mark is one host's mean step, over the graph's median with that GPU. Right: a mark is a graph in "
     note += "one run; the line is its ceiling, the eager step / the time that the GPU is busy in it."
     height = max(ROW * len(lines), TALL + 0.55 + 0.2 * (len(gpus) + 3))
-    used = [run for _, run in found.runs if run.device == "cuda"]
+    used = [run for _, run in results.runs if run.device == "cuda"]
     page = Page(title_of(lines), note, _footer(used, lines), height + 0.55)
     _hosts(page, lines, gpus)
     _ceilings(page, reached, gpus)
@@ -43,12 +43,12 @@ def gain(found: Found) -> Page:
 
 def title_of(lines: Sequence[Headline]) -> str:
     """Say by how much steps differ between hosts with the same GPU, of graphs and of eager."""
-    own = [hosts for line in lines for hosts in (one.hosts for one in line.gpus) if len(hosts) > 1]
-    if not own:
+    groups = [hosts for line in lines for hosts in (gpu.hosts for gpu in line.gpus) if len(hosts) > 1]
+    if not groups:
         high = lines[0].gain[1]
         name = lines[0].name if len(lines[0].name) <= LONGEST else f"{lines[0].name[: LONGEST - 3]}..."
         return f"{name}: a graph gains {_percent(high)}, the time for which the host made the GPU wait"
-    graph, eager = (max(_spread(hosts, name) for hosts in own) for name in ("ms", "base_ms"))
+    graph, eager = (max(_spread(hosts, name) for hosts in groups) for name in ("ms", "base_ms"))
     text = f"Between hosts with the same GPU a graph's step differs by up to {_percent(graph)}, an eager step by up to "
     return f"{text}{_percent(eager)}: a graph gains what the host makes the GPU wait"
 
@@ -69,7 +69,7 @@ def _hosts(page: Page, lines: Sequence[Headline], gpus: dict[str, str]) -> None:
     axes.set(ylim=(ROW * len(lines), 0), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
-    shares = [time / own.ms for line in lines for own in line.gpus for host in own.hosts for time in _times(host)]
+    shares = [time / gpu.ms for line in lines for gpu in line.gpus for host in gpu.hosts for time in _times(host)]
     axes.set(xscale="log", xlim=(min(0.9, *shares) / 1.04, max(1.3, *shares) * 1.08))
     axes.set_xlabel("step / the graph's step")
     _ticks(axes.xaxis, axes.get_xlim(), axes.bbox.width / axes.figure.dpi / 0.4)
@@ -82,15 +82,15 @@ def _hosts(page: Page, lines: Sequence[Headline], gpus: dict[str, str]) -> None:
         room = LEFT - page.MARGIN - style.width_of(text, SMALL) - 0.2
         page.text(page.MARGIN, 0.1 + top + NAME_Y, _fitting(line, room), va="center", fontsize=9, fontweight="bold")
         page.text(LEFT, 0.1 + top + NAME_Y, text, va="center", ha="right", fontsize=SMALL)
-        for own in line.gpus:
+        for gpu in line.gpus:
             # Marks of different GPUs stand apart.
-            y = top + MARKS_Y + APART * (list(gpus).index(own.gpu) - (len(gpus) - 1) / 2)
-            for host in own.hosts:
+            y = top + MARKS_Y + APART * (list(gpus).index(gpu.gpu) - (len(gpus) - 1) / 2)
+            for host in gpu.hosts:
                 for kind, time in zip(("eager", "graph"), _times(host), strict=True):
                     face = "#ffffff" if host.is_archived else KINDS[kind]
-                    look = {"color": KINDS[kind], "mfc": face, "marker": gpus[own.gpu], "markersize": 5.5}
+                    look = {"color": KINDS[kind], "mfc": face, "marker": gpus[gpu.gpu], "markersize": 5.5}
                     layer = 3 + (kind == "graph")
-                    axes.plot(time / own.ms, y, zorder=layer, gid=f"{kind}-host", clip_on=False, **look)
+                    axes.plot(time / gpu.ms, y, zorder=layer, gid=f"{kind}-host", clip_on=False, **look)
 
 
 def _times(host: HostMeans) -> tuple[float, float]:

@@ -13,12 +13,12 @@ from graph_worth.harness.judge import PASS
 ROW, NAMES = 0.24, 3.0  # inches
 
 
-def ranks(found: Found) -> Page:
+def ranks(results: Found) -> Page:
     """Draw each variant's 5th to 95th percentile over its mean step; raise NotDrawn without several ranks."""
-    rows = [row for row in runs.on_gpus(found.rows) if row.workload.ranks > 1 and not row.workload.busy]
+    rows = [row for row in runs.on_gpus(results.rows) if row.workload.ranks > 1 and not row.workload.busy]
     points = [(row.workload.name, point) for row in rows if not row.control for point in row.points]
     passed = [(name, point) for name, point in points if point.verdict.status == PASS]
-    lines = [(name, point, own) for name, point in passed if (own := _ends(point))]
+    lines = [(name, point, percentiles) for name, point in passed if (percentiles := _ends(point))]
     if not lines:
         raise NotDrawn("no run of several ranks on a GPU has steps")
     lines.sort(key=lambda line: (line[0], line[1].run.id, line[1].variant.kind != "eager", line[1].name))
@@ -40,7 +40,7 @@ def ranks(found: Found) -> Page:
         title, note, f"{runs.counted(len(lines), 'variant')} on {runs.counted(hosts, 'host')}", ROW * len(lines) + 0.6
     )
     axes = page.axes(NAMES, 0.1, page.WIDTH - NAMES - page.MARGIN, ROW * len(lines))
-    ends = [end for _, _, own in lines for end in own]
+    ends = [end for _, _, percentiles in lines for end in percentiles]
     axes.set(ylim=(len(lines), 0), yticks=[], xlim=(min(ends) - 0.02, max(ends) + 0.02), xlabel="step / its mean")
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")

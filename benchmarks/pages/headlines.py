@@ -75,7 +75,7 @@ class Headline:
     @cached_property
     def hosts(self) -> list[HostMeans]:
         """All hosts, each once."""
-        return [host for own in self.gpus for host in own.hosts]
+        return [host for gpu in self.gpus for host in gpu.hosts]
 
     @property
     def words(self) -> str:
@@ -97,29 +97,29 @@ class Headline:
     @property
     def hosts_text(self) -> str:
         """5 H200, one H100."""
-        return ", ".join(own.hosts_text for own in self.gpus)
+        return ", ".join(gpu.hosts_text for gpu in self.gpus)
 
 
-def of(found: runs.Found) -> list[Headline]:
+def of(results: runs.Found) -> list[Headline]:
     """Return a headline for each workload that ran on a GPU, the largest gain first."""
     grouped: dict[Key, list[Row]] = defaultdict(list)
-    for row in rows(found):
+    for row in rows(results):
         key = _key(row.workload)
         if key is not None:
             grouped[key].append(row)
-    lines = [_of_rows(key, own, found.root.parent) for key, own in grouped.items()]
-    lines += _of_archive(found, set(grouped))
+    lines = [_of_rows(key, group, results.root.parent) for key, group in grouped.items()]
+    lines += _of_archive(results, set(grouped))
     return sorted(lines, key=lambda line: (-line.gain[1], line.name))
 
 
-def rows(found: runs.Found) -> list[Row]:
+def rows(results: runs.Found) -> list[Row]:
     """Return the rows of graphs on GPUs that are of a headline's workload and have a host.
 
     What disturbs a host makes eager slower and a graph's gain larger: such runs stand in the models' tables alone.
     """
-    graphs = [row for row in runs.on_gpus(found.rows) if row.kind == "graph" and not row.control]
-    own = [row.undisturbed for row in graphs if _key(row.workload) is not None]
-    return [row for row in own if row.timed]
+    graphs = [row for row in runs.on_gpus(results.rows) if row.kind == "graph" and not row.control]
+    undisturbed = [row.undisturbed for row in graphs if _key(row.workload) is not None]
+    return [row for row in undisturbed if row.timed]
 
 
 def name_of(where: Workload) -> str:
@@ -140,21 +140,22 @@ def _key(where: Workload) -> Key | None:
         return None
     if where.model == OWN_STEP:
         return where.model, "", label
-    own = published.of_model(where.model)
-    presets = own.headlines if own else ("bench",)
+    publication = published.of_model(where.model)
+    presets = publication.headlines if publication else ("bench",)
     return (where.model, stem(where.preset), "") if stem(where.preset) in presets and not label else None
 
 
 def _names(key: Key) -> tuple[str, str, str]:
     model, preset, label = key
-    own = published.of_model(model)
+    publication = published.of_model(model)
     if model == OWN_STEP:
         name = label.removesuffix("-build")
         return STEPS.get(name, name), "", ""
-    if own is None:
+    if publication is None:
         return model, "", ""
     title = published.title_of(model, preset)
-    return title, own.headlines.get(preset, ""), own.submitted or "" if title == own.title else ""
+    submitted = publication.submitted or "" if title == publication.title else ""
+    return title, publication.headlines.get(preset, ""), submitted
 
 
 def _of_rows(key: Key, rows: list[Row], root: Path) -> Headline:
@@ -163,27 +164,27 @@ def _of_rows(key: Key, rows: list[Row], root: Path) -> Headline:
     newest = max(rows, key=lambda row: row.newest.run.begin_utc)
     for row in rows:
         # Of several bases the one with most runs comes first.
-        is_first = not any(row.workload == other.workload for other in by_variant[row.variant])
+        is_first = not any(row.workload == kept_row.workload for kept_row in by_variant[row.variant])
         if is_first and (not row.workload.label.endswith(runs.EARLIER) or _same_kernels(row, newest)):
             by_variant[row.variant].append(row)
-    made = {name: _gpus(own) for name, own in by_variant.items() if own}
+    gpus_by_variant = {name: _gpus(variant_rows) for name, variant_rows in by_variant.items() if variant_rows}
 
     def rank(name):
-        hosts = [host for own in made[name] for host in own.hosts]
+        hosts = [host for gpu in gpus_by_variant[name] for host in gpu.hosts]
         return len(hosts), plain.geometric_mean([host.ratio for host in hosts])
 
-    variant = max(made, key=rank)
+    variant = max(gpus_by_variant, key=rank)
     folder = Path("examples", "steps") if key[0] == OWN_STEP else Path(key[0])
-    return Headline(*_names(key), variant, root / folder / "README.md", made[variant])
+    return Headline(*_names(key), variant, root / folder / "README.md", gpus_by_variant[variant])
 
 
 def _gpus(rows: list[Row]) -> tuple[OnGpu, ...]:
     """The hosts by type of GPU; of a type that held several numbers of layers, the number with most hosts."""
-    found: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    by_gpu: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        found[short(row.workload.gpu)][row.workload.preset].append(row)
-    own = [_on_gpu(gpu, max(each.values(), key=_num_hosts)) for gpu, each in found.items()]
-    return tuple(sorted(own, key=lambda one: (-len(one.hosts), one.gpu)))
+        by_gpu[short(row.workload.gpu)][row.workload.preset].append(row)
+    gpus = [_on_gpu(gpu, max(by_preset.values(), key=_num_hosts)) for gpu, by_preset in by_gpu.items()]
+    return tuple(sorted(gpus, key=lambda one: (-len(one.hosts), one.gpu)))
 
 
 def _on_gpu(gpu: str, rows: list[Row]) -> OnGpu:
@@ -199,14 +200,14 @@ def _num_hosts(rows: list[Row]) -> int:
 
 
 def _same_kernels(row: Row, newest: Row) -> bool:
-    own, other = (one.newest.judged.build.variants[one.base].profile.kernels for one in (row, newest))
-    return own is not None and other is not None and abs(own - other) <= SAME_KERNELS * other
+    kernels, reference = (one.newest.judged.build.variants[one.base].profile.kernels for one in (row, newest))
+    return kernels is not None and reference is not None and abs(kernels - reference) <= SAME_KERNELS * reference
 
 
-def _of_archive(found: runs.Found, known: set[Key]) -> list[Headline]:
+def _of_archive(results: runs.Found, known: set[Key]) -> list[Headline]:
     """Headlines of presets that only the archive has."""
     grouped: dict[Key, dict[str, list]] = defaultdict(dict)
-    for where, hosts in found.archived.items():
+    for where, hosts in results.archived.items():
         key = _key(where)
         if key is not None and key not in known and not where.label:
             grouped[key][short(where.gpu)] = hosts
@@ -216,9 +217,9 @@ def _of_archive(found: runs.Found, known: set[Key]) -> list[Headline]:
         for name in sorted({name for hosts in by_gpu.values() for host in hosts for name in host.ms}):
             if name.startswith("graph"):
                 gpus = _archived_gpus(by_gpu, name)
-                means = [host for own in gpus for host in own.hosts]
+                means = [host for gpu in gpus for host in gpu.hosts]
                 rank = len(means), plain.geometric_mean([host.ratio for host in means])
-                best = max(best or (rank, name, gpus), (rank, name, gpus), key=lambda each: each[0])
+                best = max(best or (rank, name, gpus), (rank, name, gpus), key=lambda candidate: candidate[0])
         if best is not None:
             folder = next(host.folder for hosts in by_gpu.values() for host in hosts)
             lines.append(Headline(*_names(key), best[1], folder, best[2]))
@@ -226,19 +227,19 @@ def _of_archive(found: runs.Found, known: set[Key]) -> list[Headline]:
 
 
 def _archived_gpus(by_gpu: dict[str, list], name: str) -> tuple[OnGpu, ...]:
-    own = []
+    gpus = []
     for gpu, hosts in by_gpu.items():
         both = [host for host in hosts if name in host.ms and "eager" in host.ms]
         means = tuple(HostMeans(host.boot, host.ms["eager"], host.ms[name], True) for host in both)
         peak = max((host.reserved_bytes.get(name, 0) for host in both), default=0)
-        own += [OnGpu(gpu, means, peak or None, None)] if means else []
-    return tuple(sorted(own, key=lambda one: -len(one.hosts)))
+        gpus += [OnGpu(gpu, means, peak or None, None)] if means else []
+    return tuple(sorted(gpus, key=lambda one: -len(one.hosts)))
 
 
 def bands(lines: Sequence[Headline]) -> dict[str, list[Headline]]:
     """Return "always", "sometimes", "never" -> the workloads that gain over LARGE on each host, on some, or nowhere."""
-    found: dict[str, list[Headline]] = {"always": [], "sometimes": [], "never": []}
+    by_band: dict[str, list[Headline]] = {"always": [], "sometimes": [], "never": []}
     for line in lines:
         low, high = line.gain
-        found["always" if low >= LARGE else "never" if high < SMALL else "sometimes"].append(line)
-    return found
+        by_band["always" if low >= LARGE else "never" if high < SMALL else "sometimes"].append(line)
+    return by_band

@@ -14,11 +14,11 @@ VARIANT = "graph_parameterized"
 COLUMNS = ("Run", "Variant", "ms", "gain", "steps GiB", "peak GiB", "driver GiB", "patched")
 
 
-def markdown(found: Found, page: Path, _: str = "") -> str:
+def markdown(results: Found, page: Path, _: str = "") -> str:
     """The table: newest run of each workload that measured parameterized launches on a GPU."""
     lines: list[list[str]] = []
     refused: list[str] = []
-    for row in runs.on_gpus(found.rows):
+    for row in runs.on_gpus(results.rows):
         if row.variant != VARIANT:
             continue
         if row.status == PASS:
@@ -27,25 +27,25 @@ def markdown(found: Found, page: Path, _: str = "") -> str:
             refused.append(f"{row.workload.name}: {row.newest.verdict.reason}")
     if not lines and not refused:
         return "Not measured on a GPU yet."
-    told = "\n\nRefused:\n\n" + tables.as_list(refused) if refused else ""
-    return tables.markdown(list(COLUMNS), lines) + told
+    refused_text = "\n\nRefused:\n\n" + tables.as_list(refused) if refused else ""
+    return tables.markdown(list(COLUMNS), lines) + refused_text
 
 
 def _of_run(row, page) -> Iterator[list[str]]:
     point = row.newest_with_memory
-    own = point.judged
+    judged = point.judged
     gpu = in_markdown(headlines.short(row.workload.gpu))
     link = tables.linked_file(f"{row.workload.name} ({gpu})", point.path, page)
-    for name, variant in own.build.variants.items():
-        if variant.alone is None or not own.passed(name):
+    for name, variant in judged.build.variants.items():
+        if variant.alone is None or not judged.passed(name):
             continue
-        ratio, alone = own.ratio_of(name), variant.alone
+        ratio, alone = judged.ratio_of(name), variant.alone
         report = variant.capture.report or {}
         patched = report.get("patched_per_launch")
         yield [
             link,
             f"`{name}`",
-            milliseconds(own.ms(name)),
+            milliseconds(judged.ms(name)),
             f"{ratio.ratio:.3f}x" if ratio else "base",
             *(_gib(size) for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes, alone.driver_bytes)),
             "" if patched is None else f"{patched:.1f}",

@@ -9,13 +9,16 @@ from benchmarks.runs import Found
 from graph_worth.measuring.operator_table import AGAINST, INSTEAD, PASSES, meaning_of, newest
 
 
-def markdown(found: Found, page: Path, argument: str = "") -> str:
+def markdown(results: Found, page: Path, argument: str = "") -> str:
     """How many operators a graph holds, a line for each with a call in its place, and the names of the others."""
-    own = newest(found.root)
-    if own is None:
+    newest_file = newest(results.root)
+    if newest_file is None:
         return "Not measured on a GPU yet."
-    path, file = own
-    counts = [Counter(each[kind]["outcome"] for each in file["operators"].values() if kind in each) for kind in PASSES]
+    path, file = newest_file
+    counts = [
+        Counter(operator[kind]["outcome"] for operator in file["operators"].values() if kind in operator)
+        for kind in PASSES
+    ]
     lines: list[list[str]] = []
     others: dict[str, list[str]] = defaultdict(list)
     for name, passes in file["operators"].items():
@@ -31,10 +34,12 @@ def markdown(found: Found, page: Path, argument: str = "") -> str:
         where = "all samples" if tried == total else "some samples"
         where = "the backward alone" if against == ["backward"] else where
         others[f"{first['outcome'].capitalize()} in {where}"].append(f"`{name}`")
-    said = "; ".join(
-        f"{kind}: {', '.join(f'{number} {outcome}' for outcome, number in own.most_common())}"
-        for kind, own in zip(PASSES, counts, strict=True)
+    summary = "; ".join(
+        f"{kind}: {', '.join(f'{number} {outcome}' for outcome, number in outcomes.most_common())}"
+        for kind, outcomes in zip(PASSES, counts, strict=True)
     )
     source = tables.linked_file(f"torch {file['torch']}, {file['gpu']}", path, page)
     table = tables.markdown(["Operator", "Refused samples", "Why", "Instead"], lines)
-    return "\n\n".join([f"{source}: {said}.", table, *(f"{where}: {', '.join(own)}." for where, own in others.items())])
+    return "\n\n".join(
+        [f"{source}: {summary}.", table, *(f"{where}: {', '.join(names)}." for where, names in others.items())]
+    )

@@ -46,13 +46,13 @@ def published() -> tuple[Published, ...]:
 
 def of_model(model: str) -> Published | None:
     """Return NVIDIA's submission of a model; None for a model without one."""
-    return next((each for each in published() if each.model == model), None)
+    return next((publication for publication in published() if publication.model == model), None)
 
 
 def title_of(model: str, preset: str) -> str:
     """Return the name of the model that a preset trains, as in GPT-3 175B; the folder of a model without a name."""
-    own = of_model(model)
-    if own is None:
+    publication = of_model(model)
+    if publication is None:
         return model
-    others = [beginning for beginning in own.titles if preset.startswith(beginning)]
-    return own.titles[max(others, key=len)] if others else own.title
+    others = [beginning for beginning in publication.titles if preset.startswith(beginning)]
+    return publication.titles[max(others, key=len)] if others else publication.title

@@ -60,11 +60,11 @@ class ReadmeError(ValueError):
 
 def files(root: Path = ROOT) -> list[Path]:
     """README.md here, in each folder, and of the example steps; and the pages of docs/."""
-    own = root / "README.md", *sorted(root.glob("[!.]*/README.md")), root / "examples" / "steps" / "README.md"
-    return [path for path in dict.fromkeys((*own, *sorted(root.glob("docs/*.md")))) if path.is_file()]
+    readmes = root / "README.md", *sorted(root.glob("[!.]*/README.md")), root / "examples" / "steps" / "README.md"
+    return [path for path in dict.fromkeys((*readmes, *sorted(root.glob("docs/*.md")))) if path.is_file()]
 
 
-def rendered(path: Path, found: Found, root: Path = ROOT) -> str:
+def rendered(path: Path, results: Found, root: Path = ROOT) -> str:
     """The file's text with every table made again.
 
     Raises:
@@ -78,26 +78,26 @@ def rendered(path: Path, found: Found, root: Path = ROOT) -> str:
         kind, _, argument = match[2].partition(" ")
         if kind not in _TABLES:
             raise ReadmeError(f"{name}: no table {match[2]!r}, there are {', '.join(_TABLES)}")
-        return f"{match[1]}{_TABLES[kind](found, path, argument)}\n{match[4]}"
+        return f"{match[1]}{_TABLES[kind](results, path, argument)}\n{match[4]}"
 
     return BLOCK.sub(fill, text)
 
 
-def changed(found: Found, root: Path = ROOT) -> dict[Path, str]:
+def changed(results: Found, root: Path = ROOT) -> dict[Path, str]:
     """The new text of every file whose tables are not what the runs say."""
-    new = {path: rendered(path, found, root) for path in files(root)}
+    new = {path: rendered(path, results, root) for path in files(root)}
     return {path: text for path, text in new.items() if text != path.read_text()}
 
 
-def front(found: Found, page: Path, argument: str = "") -> str:
+def front(results: Found, page: Path, argument: str = "") -> str:
     """Graph and eager of each workload over all hosts, the largest gain first."""
     lines = []
-    for line in headlines.of(found):
+    for line in headlines.of(results):
         name = f"[{in_markdown(line.name)}]({_relative(line.page, page)})"
         name += f" ({line.submitted})" if line.submitted else ""
         name += f", {in_markdown(line.more)}" if line.more else ""
-        graph_ms = ", ".join(f"{own.ms:,.2f} ({own.gpu})" for own in line.gpus)
-        gib = [f"{own.reserved_bytes / GIB:.1f} ({own.gpu})" for own in line.gpus if own.reserved_bytes]
+        graph_ms = ", ".join(f"{gpu.ms:,.2f} ({gpu.gpu})" for gpu in line.gpus)
+        gib = [f"{gpu.reserved_bytes / GIB:.1f} ({gpu.gpu})" for gpu in line.gpus if gpu.reserved_bytes]
         texts = [graph_ms, tables.two(line.base_ms), tables.two(line.gain, "x"), *(gib[:1] or [""]), line.hosts_text]
         lines.append([name, *map(in_markdown, texts)])
     names = ["Workload (version of MLPerf)", "graph ms", "eager ms over hosts", "gain over hosts", "GiB", "hosts"]
@@ -108,13 +108,13 @@ def _relative(path: Path, page: Path) -> str:
     return quote(Path(os.path.relpath(path, page.parent)).as_posix())
 
 
-def _answers(found, page, argument):
-    lines = headlines.of(found)
+def _answers(results, page, argument):
+    lines = headlines.of(results)
     if not lines:
         return NOTHING
-    own = headlines.bands(lines)
-    texts = [f"- **{BANDS[band]}** {'; '.join(map(_gain_of, own[band]))}." for band in BANDS if own[band]]
-    issue_us, kernels_us = _issue_us(found), [(us, line) for line in lines if (us := _kernel_us(line))]
+    by_band = headlines.bands(lines)
+    texts = [f"- **{BANDS[band]}** {'; '.join(map(_gain_of, by_band[band]))}." for band in BANDS if by_band[band]]
+    issue_us, kernels_us = _issue_us(results), [(us, line) for line in lines if (us := _kernel_us(line))]
     if issue_us and kernels_us:
         shown = sorted((us, in_markdown(line.name)) for us, line in kernels_us)
         ends = ", ".join(f"{name} {us:.0f}" for us, name in [*shown[:4], *shown[4:][-1:]])
@@ -129,10 +129,10 @@ def _gain_of(line: Headline) -> str:
     return f"{in_markdown(name)} {tables.two(line.gain, 'x')} ({hosts})"
 
 
-def _issue_us(found: Found) -> Range | None:
+def _issue_us(results: Found) -> Range | None:
     """The fewest and the most us that a host took to issue an eager step, for each of its kernels."""
     times = []
-    for row in headlines.rows(found):
+    for row in headlines.rows(results):
         for point in row.timed:
             kernels = point.judged.build.variants[point.judged.base].profile.kernels
             if kernels and point.base_issue_ms:
@@ -142,21 +142,21 @@ def _issue_us(found: Found) -> Range | None:
 
 def _kernel_us(line: Headline) -> float | None:
     """The mean time of a kernel of the eager step, in us."""
-    newest = next((own.run for own in line.gpus if own.run), None)
+    newest = next((gpu.run for gpu in line.gpus if gpu.run), None)
     if newest is None:
         return None
-    own = next(iter(judged(newest).values()))
-    busy_ms, kernels = own.busy_ms(own.base), own.build.variants[own.base].profile.kernels
+    first = next(iter(judged(newest).values()))
+    busy_ms, kernels = first.busy_ms(first.base), first.build.variants[first.base].profile.kernels
     return 1e3 * busy_ms / kernels if busy_ms and kernels else None
 
 
-def _needs(found, page, argument):
-    if not headlines.of(found):
+def _needs(results, page, argument):
+    if not headlines.of(results):
         return NOTHING
     reserved = "GiB: the most that torch reserved, the graph alone; what ran on an H100 fits 80 GB."
-    minutes = [own for _, run in found.runs if _is_bench(run) and (own := minutes_of(run)) > 0]
+    minutes = [run_minutes for _, run in results.runs if _is_bench(run) and (run_minutes := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
-    return " ".join(filter(None, [took, f"Measured with {_versions(found)}.", reserved]))
+    return " ".join(filter(None, [took, f"Measured with {_versions(results)}.", reserved]))
 
 
 def minutes_of(run: Run) -> float:
@@ -174,33 +174,35 @@ def _is_bench(run: Run) -> bool:
     return run.device == "cuda" and is_model and run.ranks == 1 and run.parity == "courses"
 
 
-def _versions(found: Found) -> str:
-    on_gpus = [run for _, run in found.runs if run.device == "cuda"]
+def _versions(results: Found) -> str:
+    on_gpus = [run for _, run in results.runs if run.device == "cuda"]
     names = {"torch": "torch", "transformer_engine": "Transformer Engine", "python": "Python"}
     seen = {title: [run.versions.get(name) for run in on_gpus] for name, title in names.items()}
     seen["driver"] = [run.host.driver for run in on_gpus]
-    known = {title: sorted({str(one) for one in each if one}) for title, each in seen.items()}
-    return ", ".join(f"{title} {' and '.join(map(in_markdown, each))}" for title, each in known.items() if each)
+    known = {title: sorted({str(version) for version in versions if version}) for title, versions in seen.items()}
+    return ", ".join(
+        f"{title} {' and '.join(map(in_markdown, versions))}" for title, versions in known.items() if versions
+    )
 
 
-def _trust(found, page, argument):
-    lines = [_hosts_text(found), _controls(found), _ceiling(found.rows), _failed(found, page)]
+def _trust(results, page, argument):
+    lines = [_hosts_text(results), _controls(results), _ceiling(results.rows), _failed(results, page)]
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _hosts_text(found):
-    own = {run.host.boot for _, run in found.runs if run.device == "cuda"}
-    more = {host.host for line in headlines.of(found) for host in line.hosts if host.is_archived} - own
-    files = len({path for path, _ in found.runs})
-    text = f"**Hosts.** {runs.counted(len(found.runs), 'workload')} measured in {runs.counted(files, 'file')} "
-    text += f"on {runs.counted(len(own), 'host')}"
+def _hosts_text(results):
+    hosts = {run.host.boot for _, run in results.runs if run.device == "cuda"}
+    more = {host.host for line in headlines.of(results) for host in line.hosts if host.is_archived} - hosts
+    files = len({path for path, _ in results.runs})
+    text = f"**Hosts.** {runs.counted(len(results.runs), 'workload')} measured in {runs.counted(files, 'file')} "
+    text += f"on {runs.counted(len(hosts), 'host')}"
     return f"{text}. {runs.counted(len(more), 'archived host')}: measured before, no intervals." if more else f"{text}."
 
 
-def _controls(found):
+def _controls(results):
     ratios = [
         ratio
-        for row in runs.on_gpus(found.rows)
+        for row in runs.on_gpus(results.rows)
         if row.control and not row.workload.busy
         for ratio in row.ratios
         if ratio.cycles > 1
@@ -213,39 +215,39 @@ def _controls(found):
     return f"{text}{holds} of {len(ratios)} intervals (95 %) contain 1."
 
 
-def _failed(found, page):
-    points = [point for row in runs.on_gpus(found.rows) for point in row.points]
+def _failed(results, page):
+    points = [point for row in runs.on_gpus(results.rows) for point in row.points]
     failed = [point for point in points if point.verdict.status not in (PASS, "unsupported")]
     if not failed:
         return "**What failed.** Nothing on a GPU."
     where = len({point.run.id for point in failed})
-    link = _relative(found.root / "overview.md", page)
+    link = _relative(results.root / "overview.md", page)
     text = (
         f"**What failed.** {runs.counted(len(failed), 'measurement')} in {runs.counted(where, 'run')}: wrong losses, "
     )
     return f"{text}crashes, no memory. Each stands in [all rows]({link})."
 
 
-def _decide(found, page, argument):
+def _decide(results, page, argument):
     """By step / busy of a run's eager: what to do, and each workload with the gains of its whole-step graph in it."""
     lines = []
     for low, high, name, advice in CEILINGS:
         seen: dict[str, list[float]] = {}
-        for row in headlines.rows(found):
+        for row in headlines.rows(results):
             points = [(point.ceiling, point.ratio) for point in row.timed]
             gains = [ratio.ratio for ceiling, ratio in points if ratio and ceiling and low <= ceiling < high]
             seen.setdefault(in_markdown(headlines.name_of(row.workload)), []).extend(gains)
-        texts = [f"{key} {tables.two((min(own), max(own)), 'x')}" for key, own in seen.items() if own]
+        texts = [f"{key} {tables.two((min(values), max(values)), 'x')}" for key, values in seen.items() if values]
         lines.append([name, advice, "<br>".join(texts) or "not measured yet"])
     return tables.markdown(["Step / busy", "What to do", "Gains of graphs in runs here"], lines)
 
 
-def _model(found, page, argument):
-    own = [row for row in runs.on_gpus(found.rows) if row.workload.model == argument]
-    timed = [row for row in own if row.status == PASS]
+def _model(results, page, argument):
+    rows = [row for row in runs.on_gpus(results.rows) if row.workload.model == argument]
+    timed = [row for row in rows if row.status == PASS]
     if not timed:
         return "Not measured in blocks on a GPU yet."
-    left = tables.as_list(tables.not_timed(own))
+    left = tables.as_list(tables.not_timed(rows))
     # Each row has its base's ms beside it; results/overview.md has the rows of bases and controls.
     shown = [row for row in timed if row.variant != row.base and not row.control] or timed
     lines, before = [], ""
@@ -260,15 +262,15 @@ def _model(found, page, argument):
     return table + (f"\n\nWithout a number:\n\n{left}" if left else "")
 
 
-def _lengths(found, page, argument):
+def _lengths(results, page, argument):
     """RNN-T with changing lengths: padding to buckets and the graph of each pair of buckets, on each host."""
     padded: dict[str, runs.HostMeans] = {}
     graphs: dict[str, runs.HostMeans] = {}
-    for row in runs.on_gpus(found.rows):
+    for row in runs.on_gpus(results.rows):
         if (row.workload.model, row.workload.preset, row.workload.label) == ("rnnt", "bench_lengths", ""):
-            own = {"eager_padded": padded, "graph_step": graphs}.get(row.variant, {})
-            own.update({host.host: host for host in row.hosts})
-    for where, hosts in found.archived.items():
+            by_host = {"eager_padded": padded, "graph_step": graphs}.get(row.variant, {})
+            by_host.update({host.host: host for host in row.hosts})
+    for where, hosts in results.archived.items():
         if (where.model, where.preset, where.label, where.ranks) == ("rnnt", "bench_lengths", "", 1):
             for host in hosts:
                 for name, means in (("eager_padded", padded), ("graph_step", graphs)):
@@ -276,26 +278,26 @@ def _lengths(found, page, argument):
                         means.setdefault(host.boot, runs.HostMeans(host.boot, host.ms["eager"], host.ms[name], True))
     lines = []
     for host in sorted(padded.keys() & graphs.keys()):
-        one, other = padded[host], graphs[host]
-        name = f"{in_markdown(host[:6])}{' (archived)' if other.is_archived else ''}"
-        costs, gain = f"{100 * (one.ms / one.base_ms - 1):.1f} %", one.ms / other.ms
-        times = [f"{ms:.2f}" for ms in (one.base_ms, one.ms, other.ms)]
-        lines.append([name, *times, costs, f"{gain:.2f}x", f"{other.ratio:.2f}x"])
+        padded_means, graph_means = padded[host], graphs[host]
+        name = f"{in_markdown(host[:6])}{' (archived)' if graph_means.is_archived else ''}"
+        costs, gain = f"{100 * (padded_means.ms / padded_means.base_ms - 1):.1f} %", padded_means.ms / graph_means.ms
+        times = [f"{ms:.2f}" for ms in (padded_means.base_ms, padded_means.ms, graph_means.ms)]
+        lines.append([name, *times, costs, f"{gain:.2f}x", f"{graph_means.ratio:.2f}x"])
     names = ["Host", "eager ms", "padded ms", "graph ms", "padding costs", "the graph gains", "gain over eager"]
     return tables.markdown(names, lines) if lines else NOTHING
 
 
-def _nvidia(found, page, argument):
+def _nvidia(results, page, argument):
     lines = []
-    for own in published.published():
+    for publication in published.published():
         same = [
             row
-            for row in runs.on_gpus(found.rows)
-            if (row.workload.model, row.variant) == (own.model, own.variant)
+            for row in runs.on_gpus(results.rows)
+            if (row.workload.model, row.variant) == (publication.model, publication.variant)
             and not row.workload.busy
-            and stem(row.workload.preset) in own.presets
+            and stem(row.workload.preset) in publication.presets
         ]
-        order = list(own.presets)
+        order = list(publication.presets)
 
         def rank(row, order=order):
             where = row.workload
@@ -307,20 +309,21 @@ def _nvidia(found, page, argument):
         hosts = row.hosts_text.partition(",")[0]
         text = f"{tables.two(row.gain_range, 'x')}, {hosts}" if row.gain_range else row.status
         gpus = f"{row.workload.ranks} {in_markdown(headlines.short(row.workload.gpu))}"
-        differs = f"{gpus}: {own.presets[stem(row.workload.preset)]}"
-        lines.append([own.title, f"[{own.gain_range}]({own.source})", tables.linked(text, row, page), differs])
+        differs = f"{gpus}: {publication.presets[stem(row.workload.preset)]}"
+        published_gain = f"[{publication.gain_range}]({publication.source})"
+        lines.append([publication.title, published_gain, tables.linked(text, row, page), differs])
     names = ["Workload", "NVIDIA's gain", "Ours, the same part captured", "What differs"]
     return tables.markdown(names, lines) if lines else NOTHING
 
 
 def _ceiling(rows: Sequence[Row]) -> str:
-    found = runs.reached(rows)
-    if not found:
+    reached = runs.reached(rows)
+    if not reached:
         return NOTHING
-    hosts = {each.point.host for each in found}
-    most = max(each.share for each in found) - 1
-    text = f"**Ceiling.** On {runs.counted(len(hosts), 'host')} none of {len(found)} graphs gained over "
-    worst = min(each.share * each.ceiling for each in found)
+    hosts = {graph.point.host for graph in reached}
+    most = max(graph.share for graph in reached) - 1
+    text = f"**Ceiling.** On {runs.counted(len(hosts), 'host')} none of {len(reached)} graphs gained over "
+    worst = min(graph.share * graph.ceiling for graph in reached)
     loss = f" The worst took {1 / worst:.2f} times as long as eager." if worst < 1 else ""
     return f"{text}{100 * max(most, 0.0):.1f} % more than step / busy.{loss}"
 
@@ -328,32 +331,33 @@ def _ceiling(rows: Sequence[Row]) -> str:
 def ceiling_text(rows: Sequence[Row]) -> str:
     """Return how many graphs reached step / busy, in a sentence or two."""
     text = _ceiling(rows).removeprefix("**Ceiling.** ")
-    after = [each for each in runs.reached(rows) if each.point.run.begin_utc > RULE_WRITTEN]
+    after = [graph for graph in runs.reached(rows) if graph.point.run.begin_utc > RULE_WRITTEN]
     if not after:
         return text
     parts = []
     for gains, what in ((True, f"over {100 * intervals.NEAR:g} %"), (False, "less")):
-        own = [each for each in after if (each.ceiling > 1 + intervals.NEAR) == gains]
-        near = sum(each.share >= 1 - intervals.NEAR for each in own)
-        parts += [f"{near} of {len(own)} graphs that could gain {what}"] if own else []
+        graphs = [graph for graph in after if (graph.ceiling > 1 + intervals.NEAR) == gains]
+        near = sum(graph.share >= 1 - intervals.NEAR for graph in graphs)
+        parts += [f"{near} of {len(graphs)} graphs that could gain {what}"] if graphs else []
     return f"{text} In runs made after this rule was written, {' and '.join(parts)} reached it to within 5 %."
 
 
 def misses(rows: list[Row]) -> list[str]:
     """Return a line for each graph that stayed more than 5 % below its ceiling, with the cause."""
     lines = []
-    for each in runs.reached(rows):
-        variant, point, own = each.row.variant, each.point, each.point.judged
-        base_busy, busy, ms = own.busy_ms(own.uncaptured(variant)), point.busy_ms, own.ms(variant, point.is_busy)
-        if each.share >= 1 - intervals.NEAR or not base_busy or not busy or not ms:
+    for graph in runs.reached(rows):
+        variant, point, judged_build = graph.row.variant, graph.point, graph.point.judged
+        base_busy, busy = judged_build.busy_ms(judged_build.uncaptured(variant)), point.busy_ms
+        ms = judged_build.ms(variant, point.is_busy)
+        if graph.share >= 1 - intervals.NEAR or not base_busy or not busy or not ms:
             continue
-        clocks = own.sm_mhz(variant, point.is_busy), own.sm_mhz(own.base, point.is_busy)
-        said = f"its kernels take {100 * (busy / base_busy - 1):+.1f} %"
+        clocks = judged_build.sm_mhz(variant, point.is_busy), judged_build.sm_mhz(judged_build.base, point.is_busy)
+        cause = f"its kernels take {100 * (busy / base_busy - 1):+.1f} %"
         if None not in clocks:
-            said += f" (GPU at {clocks[0]:,.0f} MHz, {own.base} at {clocks[1]:,.0f})"
-        said += f", its GPU waits for {100 * max(0.0, 1 - busy / ms):.1f} % of the step"
-        name = f"{each.row.workload.name} {variant}, {point.run.id}"
-        lines.append(f"{name}: {100 * each.share:.1f} % of {each.ceiling:.3f}x; {said}.")
+            cause += f" (GPU at {clocks[0]:,.0f} MHz, {judged_build.base} at {clocks[1]:,.0f})"
+        cause += f", its GPU waits for {100 * max(0.0, 1 - busy / ms):.1f} % of the step"
+        name = f"{graph.row.workload.name} {variant}, {point.run.id}"
+        lines.append(f"{name}: {100 * graph.share:.1f} % of {graph.ceiling:.3f}x; {cause}.")
     return lines
 
 

@@ -38,23 +38,23 @@ SCOPES = (
 )
 
 
-def markdown(found: Found, page: Path, argument: str = "") -> str:
+def markdown(results: Found, page: Path, argument: str = "") -> str:
     """The table; a cell for each workload that measured the variant. argument: a model, for its scopes alone."""
     if argument:
-        return _of_model(found, page, argument)
+        return _of_model(results, page, argument)
     lines = []
     for scope in SCOPES:
         here = f"[{scope.model}](../{scope.model}/README.md) `{scope.variant}`"
-        measured = "<br>".join(_measured(found, page, scope)) or "not measured"
+        measured = "<br>".join(_measured(results, page, scope)) or "not measured"
         lines.append([scope.impl, scope.scope, scope.captured, here, measured])
     return tables.markdown(["Impl", "Scope", "In the graphs", "Here", "Measured"], lines)
 
 
-def _of_model(found, page, model):
+def _of_model(results, page, model):
     """Rows of a model: gain, memory alone and issue of eager and of each scope; then the scopes without a run."""
     lines, missing = [], []
-    for scope in (Scope("", "", "nothing", model, "eager"), *(each for each in SCOPES if each.model == model)):
-        rows = [row for row in _rows(found, model, scope.variant) if row.status == PASS]
+    for scope in (Scope("", "", "nothing", model, "eager"), *(setting for setting in SCOPES if setting.model == model)):
+        rows = [row for row in _rows(results, model, scope.variant) if row.status == PASS]
         for row in rows:
             run = f"{tables.linked(row.workload.name, row, page)} ({in_markdown(headlines.short(row.workload.gpu))})"
             cells = [tables.CELLS[name](row) for name in ("alone GiB", "issue ms")]
@@ -62,32 +62,32 @@ def _of_model(found, page, model):
             lines.append([f"`{scope.variant}`", scope.captured, run, gain, *map(in_markdown, cells)])
         missing += [] if rows else [f"`{scope.variant}`"]
     names = ["Variant", "In the graphs", "Run", "gain", "alone GiB", "issue ms"]
-    told = f"\n\nNot measured in blocks on a GPU yet: {', '.join(missing)}." if missing else ""
-    return tables.markdown(names, lines) + told
+    missing_text = f"\n\nNot measured in blocks on a GPU yet: {', '.join(missing)}." if missing else ""
+    return tables.markdown(names, lines) + missing_text
 
 
-def _rows(found, model, variant):
+def _rows(results, model, variant):
     """The rows of a variant on GPUs, of a quiet host and of the preset that is measured as it is."""
-    for row in runs.on_gpus(found.rows):
+    for row in runs.on_gpus(results.rows):
         where = row.workload
         is_plain = not where.busy and not where.build and stem(where.preset) in ("bench", "qwen3_share")
         if (where.model, row.variant) == (model, variant) and is_plain:
             yield row
 
 
-def _measured(found, page, scope):
+def _measured(results, page, scope):
     texts = []
-    for row in _rows(found, scope.model, scope.variant):
+    for row in _rows(results, scope.model, scope.variant):
         if row.gain_range:
             link = tables.linked(row.workload.name, row, page)
             texts.append(f"{link} {tables.two(row.gain_range, 'x')}, {_hosts(len(row.hosts), row.workload.gpu)}")
     if texts:
         return texts
-    for where, hosts in found.archived.items():
-        own = [host for host in hosts if scope.variant in host.ms]
-        if (where.model, where.preset, where.label, where.busy) == (scope.model, "bench", "", 0) and own:
-            gains = [host.ms["eager"] / host.ms[scope.variant] for host in own if "eager" in host.ms]
-            texts.append(f"{tables.two((min(gains), max(gains)), 'x')}, {_hosts(len(own), where.gpu)}, archived")
+    for where, hosts in results.archived.items():
+        measured = [host for host in hosts if scope.variant in host.ms]
+        if (where.model, where.preset, where.label, where.busy) == (scope.model, "bench", "", 0) and measured:
+            gains = [host.ms["eager"] / host.ms[scope.variant] for host in measured if "eager" in host.ms]
+            texts.append(f"{tables.two((min(gains), max(gains)), 'x')}, {_hosts(len(measured), where.gpu)}, archived")
     return texts
 
 

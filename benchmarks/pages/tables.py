@@ -123,8 +123,8 @@ def _spread(row):
 
 def _added(row):
     """Name the memory that a graph needs alone beyond eager alone, from half a GiB."""
-    own = row.newest_with_memory.judged
-    added, steps = own.added_bytes(row.variant) or 0, own.added_bytes_in_steps(row.variant)
+    judged_build = row.newest_with_memory.judged
+    added, steps = judged_build.added_bytes(row.variant) or 0, judged_build.added_bytes_in_steps(row.variant)
     if added < GIB / 2:
         return ""
     is_brief = steps is not None and added - steps >= GIB / 2
@@ -200,11 +200,11 @@ def screen(rows: list[Row], wide: bool = False) -> str:
     """Each workload's rows below its name; no line is longer than 100 characters unless `wide`."""
     columns = [*ON_SCREEN, *(WIDE if wide else ())]
     parts = []
-    for machine, own in runs.of_machines(rows).items():
+    for machine, machine_rows in runs.of_machines(rows).items():
         lines = [machine]
-        shown = [row for row in own if row.status == PASS]
+        shown = [row for row in machine_rows if row.status == PASS]
         table = [columns, *([CELLS[name](row) for name in columns] for row in shown)]
-        place = columns.index("note")
+        note_index = columns.index("note")
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines.append(_line(table[0], columns, widths))
         for before, row, line in zip([None, *shown], shown, table[1:], strict=False):
@@ -212,10 +212,10 @@ def screen(rows: list[Row], wide: bool = False) -> str:
                 lines.append(row.workload.name)
             text = _line(line, columns, widths)
             if len(text) > SCREEN and not wide:
-                said, line[place] = line[place], ""
-                text = f"{_line(line, columns, widths)}\n      {said}"
+                note_text, line[note_index] = line[note_index], ""
+                text = f"{_line(line, columns, widths)}\n      {note_text}"
             lines.append(text)
-        lines += not_timed(own)
+        lines += not_timed(machine_rows)
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
