@@ -42,11 +42,11 @@ def repetitions(partial: Partial, build: str, references: dict[str, str]) -> lis
 
     references: of each variant that is left.
     """
-    done = {each["seed"] for each in partial.of("repetition", build=build)}
-    plan, found = partial.of("plan", build=build)[-1], []
-    for each in partial.of("audit", build=build):
-        if each["variant"] in references and each["seed"] not in done:
-            steps = {key: each[key] for key in STEPS}
-            command = {"do": "block", **steps, "reset": True, "seed": each["seed"], "first": each["first"]}
-            found.append((references[each["variant"]], command))
-    return sorted(found, key=lambda item: (item[0] != plan["base"], item[0]))
+    done = {repetition["seed"] for repetition in partial.of("repetition", build=build)}
+    plan, commands = partial.of("plan", build=build)[-1], []
+    for audit in partial.of("audit", build=build):
+        if audit["variant"] in references and audit["seed"] not in done:
+            steps = {key: audit[key] for key in STEPS}
+            command = {"do": "block", **steps, "reset": True, "seed": audit["seed"], "first": audit["first"]}
+            commands.append((references[audit["variant"]], command))
+    return sorted(commands, key=lambda item: (item[0] != plan["base"], item[0]))

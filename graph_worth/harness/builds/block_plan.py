@@ -19,13 +19,13 @@ def steps_of_block(paces: dict[str, dict], worker: dict, settings: Settings) -> 
     Numbers of "untimed", "timed" and "drained" steps, and "resets_each": whether each block resets the state. paces:
     variant -> "ms" of a step and "reset_s" of a reset, from the pilot. worker: its answer to "build".
     """
-    fastest, slowest = (pick(each["ms"] for each in paces.values()) for pick in (min, max))
+    fastest, slowest = (pick(pace["ms"] for pace in paces.values()) for pick in (min, max))
     is_long, is_short, block_ms = slowest > LONG_STEP_MS, settings.is_short, settings.block_s * 1e3
     least = 3 if is_long or is_short else 5
     timed = max(least, math.ceil(min(block_ms / fastest, settings.most_blocks_s * block_ms / slowest)))
     period = worker["period"]
     whole = (worker["least_steps"] or timed) if period is None else period * math.ceil(timed / period)
-    reset_s = max(each["reset_s"] for each in paces.values())
+    reset_s = max(pace["reset_s"] for pace in paces.values())
     return {
         "untimed": 1 if is_long or is_short else 2,
         "timed": max(timed, min(whole, MOST_SHORT_STEPS)) if is_short else whole,
@@ -41,7 +41,7 @@ def choose_base(step_ms: dict[str, list[float]]) -> str:
 
     On a host that wanders a mean of two blocks would choose by chance. `step_ms`: variant -> ms of each of its blocks.
     """
-    mean = {name: plain.geometric_mean(own) for name, own in step_ms.items()}
+    mean = {name: plain.geometric_mean(block_ms) for name, block_ms in step_ms.items()}
     usual = "eager" if "eager" in mean else next(iter(mean))
     best = min(mean, key=lambda name: mean[name])
     return best if min(step_ms[usual]) > FASTER_BASE * max(step_ms[best]) else usual

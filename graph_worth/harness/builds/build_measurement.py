@@ -58,7 +58,7 @@ class BuildMeasurement:
 
     def kind_of_eagers(self) -> str:
         """Return the kind of `Raised` of the eager variants that were left out; "error" where they differ."""
-        kinds = {each["kind"] for each in self._of("left_out") if self._is_eager(each["variant"])}
+        kinds = {fact["kind"] for fact in self._of("left_out") if self._is_eager(fact["variant"])}
         return kinds.pop() if len(kinds) == 1 else "error"
 
     def leave_out_rest(self, kind: str, reason: str) -> None:
@@ -154,11 +154,13 @@ class BuildMeasurement:
         base, steps = plan["base"], plan["steps"]
         while len(self._of("again")) < MOST_BLOCKS_AGAIN and time.monotonic() - start < MOST_AGAIN_S:
             run = partial.folded(self.partial.facts)
-            found = [checks.fault_of(run, run.builds[self.request.name], name) for name in self.worker.remaining()]
-            cycles = [each.cycle for each in found if each and each.fault == Fault.LOSSES and each.cycle is not None]
+            faults = [checks.fault_of(run, run.builds[self.request.name], name) for name in self.worker.remaining()]
+            cycles = [
+                fault.cycle for fault in faults if fault and fault.fault == Fault.LOSSES and fault.cycle is not None
+            ]
             if not cycles or not steps["resets_each"]:
                 return
-            first = next(each["first"] for each in self._of("block") if each["cycle"] == cycles[0])
+            first = next(block["first"] for block in self._of("block") if block["cycle"] == cycles[0])
             with self._timed("blocks"):
                 self._hold(base)
                 answer = self.worker.ask(base, {"do": "block", **steps, "reset": True, "first": first})
@@ -178,7 +180,7 @@ class BuildMeasurement:
                 self._hold(variant)
                 paces[variant] = self.worker.paces[variant]
             steps = block_plan.steps_of_block(paces, self.worker.facts, self.settings)
-            steps_of_block = sum(steps[each] for each in ("untimed", "timed", "drained"))
+            steps_of_block = sum(steps[kind] for kind in ("untimed", "timed", "drained"))
             minutes = self.settings.least_cycles * steps_of_block * sum(pace["ms"] for pace in paces.values()) / 60e3
             if minutes > 5:
                 self.say(f"  {self.settings.least_cycles} cycles will take about {minutes:.0f} minutes")
@@ -204,14 +206,14 @@ class BuildMeasurement:
         if worker.apart:
             worker.end()
         wanted = [variant] if worker.apart else worker.remaining()
-        for each in wanted:
-            if each not in worker.captured:
+        for name in wanted:
+            if name not in worker.captured:
                 with self._timed("capture"):
-                    self._add("capture", each, **worker.ask(each, {"do": "capture"}))
-                worker.captured.append(each)
-        for each in wanted:
-            if each not in worker.paces:
-                worker.paces[each] = worker.ask(each, {"do": "pilot", "steps": 2 if self.settings.is_short else 4})
+                    self._add("capture", name, **worker.ask(name, {"do": "capture"}))
+                worker.captured.append(name)
+        for name in wanted:
+            if name not in worker.paces:
+                worker.paces[name] = worker.ask(name, {"do": "pilot", "steps": 2 if self.settings.is_short else 4})
 
     def _is_enough(self) -> bool:
         """Return whether the run has all cycles. `auto` asks for narrow intervals, and never looks at the ratios."""
@@ -232,20 +234,20 @@ class BuildMeasurement:
         names = [name for name in names if known[name]["headline"]] or names
         text = f"cycle {number}"
         if self.settings.cycles == "auto" or self.settings.minutes:
-            width = max((own.half_width for own in ratios.values()), default=math.inf)
+            width = max((ratio.half_width for ratio in ratios.values()), default=math.inf)
             text += f", half-width {100 * width:.2f} %" if width < math.inf else ""
         else:
             left_s = math.ceil((self.settings.least_cycles - number) * took_s)
             text += f" of {self.settings.least_cycles}, about {left_s} s left"
-        found = "  ".join(f"{name} {ratios[name].ratio:.3f}x" for name in names[:3])
-        return f"{text}: {found}" if found else text
+        listing = "  ".join(f"{name} {ratios[name].ratio:.3f}x" for name in names[:3])
+        return f"{text}: {listing}" if listing else text
 
     def _ratios(self, without_last: int = 0) -> dict[str, intervals.Ratio]:
         """Ratios of the variants in the quiet cycles so far, less the last ones, without the control."""
         run = partial.folded(self.partial.facts)
-        own, base = judge.Judged(run, run.builds[self.request.name]), self._of("plan")[-1]["base"]
-        found = {name: own.ratio_to(base, name, without_last=without_last) for name in self.worker.remaining()}
-        return {name: ratio for name, ratio in found.items() if ratio is not None}
+        judged, base = judge.Judged(run, run.builds[self.request.name]), self._of("plan")[-1]["base"]
+        ratios = {name: judged.ratio_to(base, name, without_last=without_last) for name in self.worker.remaining()}
+        return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
     # --- profiles
 
@@ -275,7 +277,7 @@ class BuildMeasurement:
         base = self._of("plan")[-1]["base"]
         with self._timed("blocks"):
             for variant, command in audit.missing(self.partial, self.request.name, self.worker.remaining(), device):
-                if any(each["variant"] == base and "raised" in each for each in self._of("audit")):
+                if any(fact["variant"] == base and "raised" in fact for fact in self._of("audit")):
                     # A step may refuse a state that is scaled.
                     return
                 self._hold(variant)
@@ -308,23 +310,28 @@ class BuildMeasurement:
         The base's has nothing but eager in it, so it also repeats the audits.
         """
         plan, known = self._of("plan")[-1], self.request.variants
-        found: dict[str, list[tuple[str, dict]]] = {}
+        asks_of_processes: dict[str, list[tuple[str, dict]]] = {}
         for variant in self._missing_alone():
             ms = plan["paces"].get(variant, {"ms": 100.0})["ms"]
             few = min(MOST_ALONE_STEPS, max(2, int(ALONE_S * 1e3 / ms)))
             # The base as long as in a block: what the others leave behind may slow it there. Their memory does, too.
             is_like_in_blocks = variant == plan["base"] and not self.worker.shares
             steps = plan["steps"]["timed"] if is_like_in_blocks else few
-            found[variant] = [(variant, {"do": "alone", "steps": steps})]
+            asks_of_processes[variant] = [(variant, {"do": "alone", "steps": steps})]
         remaining = self.worker.remaining()
         references = {name: known[name]["reference"] for name in remaining}
         repetitions = audit.repetitions(
-            self.partial, self.request.name, {name: own for name, own in references.items() if own in remaining}
+            self.partial,
+            self.request.name,
+            {name: reference for name, reference in references.items() if reference in remaining},
         )
-        own = found.pop(plan["base"], [])
+        asks_of_base = asks_of_processes.pop(plan["base"], [])
         for reference in dict.fromkeys(name for name, _ in repetitions):
-            own += [(reference, {"do": "capture"}), *(each for each in repetitions if each[0] == reference)]
-        return {plan["base"]: own, **found} if own else found
+            asks_of_base += [
+                (reference, {"do": "capture"}),
+                *(repetition for repetition in repetitions if repetition[0] == reference),
+            ]
+        return {plan["base"]: asks_of_base, **asks_of_processes} if asks_of_base else asks_of_processes
 
     def _missing_alone(self) -> list[str]:
         """The base, headline variants and all with graphs whose memory alone is to be measured; none on a CPU."""
@@ -332,10 +339,10 @@ class BuildMeasurement:
             return []
         names = [self._of("plan")[-1]["base"]]
         known = self.request.variants
-        captured = {each["variant"] for each in self._of("capture") if each.get("graphs")}
+        captured = {fact["variant"] for fact in self._of("capture") if fact.get("graphs")}
         wanted = {name for name in known if known[name]["headline"] or known[name]["kind"] == "graph"} | captured
         names += [name for name in self.worker.remaining() if name in wanted]
-        done = {each["variant"] for each in self._of("alone")}
+        done = {fact["variant"] for fact in self._of("alone")}
         return [name for name in dict.fromkeys(names) if name not in done]
 
     # --- facts
@@ -349,9 +356,9 @@ class BuildMeasurement:
     def _missing(self, fact, twice: bool = False) -> list[str]:
         """The variants without this fact. With `twice`, a variant that others are compared with has it two times."""
         remaining = self.worker.remaining()
-        references = {self.request.variants[each]["reference"] for each in remaining} if twice else set()
-        done, missing = Counter(each["variant"] for each in self._of(fact)), []
-        for variant in [*remaining, *(each for each in remaining if each in references)]:
+        references = {self.request.variants[name]["reference"] for name in remaining} if twice else set()
+        done, missing = Counter(line["variant"] for line in self._of(fact)), []
+        for variant in [*remaining, *(name for name in remaining if name in references)]:
             if done[variant] == 0:
                 missing.append(variant)
             done[variant] -= done[variant] > 0
@@ -371,7 +378,7 @@ class BuildMeasurement:
             self.partial.add("seconds", phase=phase, seconds=max(0.0, round(time.monotonic() - start - within, 2)))
 
     def _known_s(self) -> float:
-        return math.fsum(each["seconds"] for each in self.partial.of("seconds"))
+        return math.fsum(fact["seconds"] for fact in self.partial.of("seconds"))
 
 
 def _trained(answer) -> dict:

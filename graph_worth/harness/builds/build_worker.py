@@ -94,23 +94,23 @@ class BuildWorker:
         pace, limit_s = self.paces.get(variant), self.settings.limit_s
         if command["do"] != "block" or pace is None:
             return limit_s
-        steps = sum(command[each] for each in ("untimed", "timed", "drained"))
+        steps = sum(command[kind] for kind in ("untimed", "timed", "drained"))
         return min(limit_s, max(LEAST_LIMIT_S, PATIENCE * (steps * pace["ms"] / 1e3 + pace["reset_s"])))
 
     def _was_stopped(self, variant):
         """The process that watches the clock was stopped in a block, by a user perhaps; TryAgain."""
-        said = "this process was stopped while it timed a block"
+        reason = "this process was stopped while it timed a block"
         if variant in self._stopped:
-            self.leave_out(variant, "error", said)
+            self.leave_out(variant, "error", reason)
         else:
             self._stopped.add(variant)
-            self.say(f"  {said} of {variant}: the cycle is measured again")
+            self.say(f"  {reason} of {variant}: the cycle is measured again")
         raise TryAgain
 
     def _start(self, parity) -> WorkerProcess:
-        own = self.request.parity_environment if parity else None
-        how = {"share": self._shares and not own, "parity": bool(own)}
-        worker, self.facts = self._begun(own or self.request.environment, how)
+        parity_environment = self.request.parity_environment if parity else None
+        how = {"share": self._shares and not parity_environment, "parity": bool(parity_environment)}
+        worker, self.facts = self._begun(parity_environment or self.request.environment, how)
         # The facts are those of the process that the blocks run in.
         self.partial.add("worker", build=self.request.name, **self.facts)
         return worker
@@ -155,10 +155,10 @@ class BuildWorker:
     def _require_alike(self, answer) -> None:
         """Every worker of a build has one model: what fits may differ where another program takes memory."""
         (first, *_) = self.partial.of("worker", build=self.request.name) or [answer]
-        own, known = ({**each["config"], **{key: each[key] for key in SAME}} for each in (answer, first))
-        odd = next((key for key in known if own.get(key) != known[key]), None)
+        model, first_model = ({**facts["config"], **{key: facts[key] for key in SAME}} for facts in (answer, first))
+        odd = next((key for key in first_model if model.get(key) != first_model[key]), None)
         if odd is not None:
-            reason = f"a later worker made another model: {odd} {own.get(odd)} in the place of {known[odd]}"
+            reason = f"a later worker made another model: {odd} {model.get(odd)} in the place of {first_model[odd]}"
             raise WorkerEnded("error", f"{reason}; does another program use the GPU?", is_answer=True)
 
     def start_ahead(self) -> None:
@@ -241,7 +241,7 @@ class BuildWorker:
 
     def remaining(self) -> list[str]:
         """Return the variants that are not left out, without the control."""
-        gone = {each["variant"] for each in self.partial.of("left_out", build=self.request.name)}
+        gone = {fact["variant"] for fact in self.partial.of("left_out", build=self.request.name)}
         return [name for name in self.request.variants if name not in gone and name != self.settings.control]
 
     def leave_out(self, variant: str, kind: str, reason: str, is_said: bool = True) -> None:

@@ -145,7 +145,7 @@ class Block(Struct, kw_only=True):
         times: dict[int, list[float]] = {}
         for kind, ms in zip(self.classes, self.step_ms, strict=False):
             times.setdefault(kind, []).append(ms)
-        return plain.fmean(plain.median(own) for own in times.values())
+        return plain.fmean(plain.median(class_times) for class_times in times.values())
 
     @property
     def num_classes(self) -> int:

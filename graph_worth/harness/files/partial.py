@@ -137,13 +137,13 @@ def folded(facts: list[dict]) -> Run:
         # A job may have gone on with the run of another one.
         host = host | {"slurm": workers[-1].get("host", {}).get("slurm", {})}
     seconds: dict[str, float] = {}
-    for each in _of(facts, "seconds"):
-        seconds[each["phase"]] = round(seconds.get(each["phase"], 0.0) + each["seconds"], 2)
+    for fact in _of(facts, "seconds"):
+        seconds[fact["phase"]] = round(seconds.get(fact["phase"], 0.0) + fact["seconds"], 2)
     by_build: dict[str, list[dict]] = {name: [] for name in header["builds"]}
-    for each in facts:
-        if each.get("build") in by_build:
-            by_build[each["build"]].append(each)
-    made = {
+    for fact in facts:
+        if fact.get("build") in by_build:
+            by_build[fact["build"]].append(fact)
+    fields = {
         "schema": run_file.SCHEMA,
         **{key: header[key] for key in OF_HEADER},
         "flags": [without_folders(flag) for flag in header["flags"]],
@@ -156,10 +156,12 @@ def folded(facts: list[dict]) -> Run:
         "whole": bool(ends),
         "seconds": seconds,
         "builds": {
-            name: _build(header["builds"][name], own, header["control"]) for name, own in by_build.items() if own
+            name: _build(header["builds"][name], build_facts, header["control"])
+            for name, build_facts in by_build.items()
+            if build_facts
         },
     }
-    return msgspec.convert(made, Run)
+    return msgspec.convert(fields, Run)
 
 
 def utc() -> str:
@@ -168,53 +170,59 @@ def utc() -> str:
 
 
 def _of(facts, fact, **values) -> list[dict]:
-    return [each for each in facts if each["fact"] == fact and all(each.get(key) == values[key] for key in values)]
+    return [line for line in facts if line["fact"] == fact and all(line.get(key) == values[key] for key in values)]
 
 
 def _build(declared, facts, control) -> Build:
     worker, plans = (_of(facts, "worker") or [{}])[0], _of(facts, "plan")
-    cycles = {each["cycle"]: each for each in _of(facts, "cycle")}
+    cycles = {cycle["cycle"]: cycle for cycle in _of(facts, "cycle")}
     anchor = plans[-1]["base"] if plans else ""
     # Where a base failed and another follows, the control repeated the first one so far: no control of the second.
-    repeats = {number: each for number, each in cycles.items() if each["order"][:1] == [anchor]}
+    repeats = {number: cycle for number, cycle in cycles.items() if cycle["order"][:1] == [anchor]}
     variants = {
-        name: _variant(name, own, facts, repeats if name == control else cycles)
-        for name, own in declared["variants"].items()
+        name: _variant(name, declaration, facts, repeats if name == control else cycles)
+        for name, declaration in declared["variants"].items()
     }
-    made = {
+    fields = {
         "anchor": anchor,
         "fields": _without_folders(declared.get("fields", {})),
         "asked_layers": declared.get("asked_layers"),
         **{key: _without_folders(worker[key]) for key in OF_BUILD if key in worker},
-        "cycles": [_as(Cycle, each | {"busy_processes": each["busy"]}) for _, each in sorted(cycles.items())],
+        "cycles": [_as(Cycle, cycle | {"busy_processes": cycle["busy"]}) for _, cycle in sorted(cycles.items())],
         "variants": variants,
     }
     # A constructor checks no type.
-    return msgspec.convert(made, Build)
+    return msgspec.convert(fields, Build)
 
 
 def _variant(name, declared, facts, cycles) -> Variant:
-    own = [each for each in facts if each.get("variant") == name]
-    left_out, alone, profiles = _of(own, "left_out"), _of(own, "alone"), _of(own, "profile")
-    captures = _of(own, "capture") or _of(own, "parity") or [{}]
+    variant_facts = [fact for fact in facts if fact.get("variant") == name]
+    left_out, alone, profiles = (
+        _of(variant_facts, "left_out"),
+        _of(variant_facts, "alone"),
+        _of(variant_facts, "profile"),
+    )
+    captures = _of(variant_facts, "capture") or _of(variant_facts, "parity") or [{}]
     # A cycle that is begun again, perhaps without a variant, replaces the first.
-    of_cycles = [each for each in _of(own, "block") if _is_of_cycle(each, cycles)]
-    blocks = {(each["cycle"], each["place"]): each for each in of_cycles}
-    made = {
+    of_cycles = [block for block in _of(variant_facts, "block") if _is_of_cycle(block, cycles)]
+    blocks = {(block["cycle"], block["place"]): block for block in of_cycles}
+    fields = {
         **{key: declared[key] for key in OF_DECLARATION},
         "promise": declared["parity"],
         "raised": _as(Raised, _without_folders(left_out[0])) if left_out else None,
         "apart": bool(_of(facts, "apart")),
         "capture": _as(CaptureFacts, captures[0]),
         "alone": _as(Alone, alone[-1]) if alone else None,
-        "parity": [_as(Course, each) for each in _of(own, "parity")],
-        "after": [_as(Course, each) for each in _of(own, "course")],
-        "audits": [_audit(each, _of(facts, "repetition", seed=each["seed"])) for each in _of(own, "audit")],
-        "again": [_as(Again, each) for each in _of(own, "again")],
+        "parity": [_as(Course, course) for course in _of(variant_facts, "parity")],
+        "after": [_as(Course, course) for course in _of(variant_facts, "course")],
+        "audits": [
+            _audit(audit, _of(facts, "repetition", seed=audit["seed"])) for audit in _of(variant_facts, "audit")
+        ],
+        "again": [_as(Again, block) for block in _of(variant_facts, "again")],
         "profile": _as(Profile, profiles[-1] if profiles else {}),
         "blocks": [_block(blocks[key]) for key in sorted(blocks)],
     }
-    return msgspec.convert(made, Variant)
+    return msgspec.convert(fields, Variant)
 
 
 _PATH_IN_PROSE = re.compile(r"""(?<![\w.)/])~?(?:/[^\s/:;,="'()\[\]]+){2,}/?""")
@@ -226,17 +234,19 @@ def prose_without_folders(text: str) -> str:
 
 
 def _audit(fact, repetitions) -> Audit:
-    own, other = (_as(Trained, each) if "losses" in each else None for each in (fact, *(repetitions[:1] or [{}])))
+    block, repetition = (
+        _as(Trained, line) if "losses" in line else None for line in (fact, *(repetitions[:1] or [{}]))
+    )
     raised = prose_without_folders(fact.get("raised", ""))
-    return Audit(seed=fact["seed"], first=fact["first"], own=own, repetition=other, raised=raised)
+    return Audit(seed=fact["seed"], first=fact["first"], own=block, repetition=repetition, raised=raised)
 
 
 def _without_folders(value):
     """A value of JSON whose sentences and fields name no folder of a machine; each path has its last name alone."""
     if isinstance(value, dict):
-        return {key: _without_folders(each) for key, each in value.items()}
+        return {key: _without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_folders(each) for each in value]
+        return [_without_folders(item) for item in value]
     return prose_without_folders(value) if isinstance(value, str) else value
 
 

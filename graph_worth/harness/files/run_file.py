@@ -30,10 +30,10 @@ class Damaged(ValueError):
 
 def read(path: Path) -> Run:
     """Return the run in a file; raise Damaged as `read_all` does, and for a census."""
-    found = read_all(path)
-    if isinstance(found, Census):
-        raise Damaged(f"{path}: a census of {len(found.runs)} runs, not one run")
-    return found
+    content = read_all(path)
+    if isinstance(content, Census):
+        raise Damaged(f"{path}: a census of {len(content.runs)} runs, not one run")
+    return content
 
 
 def read_all(path: Path) -> Run | Census:
@@ -71,24 +71,24 @@ def parsed(data: bytes) -> Run | Census:
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.schema == schema_3.SCHEMA:
-            found: Run | Census = msgspec.convert(schema_3.upgraded(msgspec.json.decode(data)), Run)
+            content: Run | Census = msgspec.convert(schema_3.upgraded(msgspec.json.decode(data)), Run)
         elif head.schema != SCHEMA:
             raise ValueError(f"schema {head.schema}, this version reads {schema_3.SCHEMA} and {SCHEMA}")
         elif head.census:
-            found = msgspec.json.decode(data, type=Census)
+            content = msgspec.json.decode(data, type=Census)
         else:
-            found = msgspec.json.decode(data, type=Run)
+            content = msgspec.json.decode(data, type=Run)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"no whole JSON: {error}") from None
-    every = found.runs if isinstance(found, Census) else [found]
+    every = content.runs if isinstance(content, Census) else [content]
     number = sum(len(build.variants) for run in every for build in run.builds.values())
     if number > MAX_VARIANTS:
         raise ValueError(f"{number:,} variants, a run file has at most {MAX_VARIANTS}")
     for run in every:
         _require_sound(run)
-    return found
+    return content
 
 
 def as_bytes(run: Run | Census) -> bytes:
@@ -102,7 +102,7 @@ def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
     The runs of a census are among them. Hidden folders and those of PASSED_OVER are left out; links to folders are not
     followed.
     """
-    found: list[tuple[Path, Run]] = []
+    runs: list[tuple[Path, Run]] = []
     faults: list[str] = []
     paths: list[Path] = []
 
@@ -115,11 +115,11 @@ def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
         paths += [Path(folder, name) for name in names]
     for path in sorted(paths):
         try:
-            each = read_all(path)
-            found += [(path, run) for run in (each.runs if isinstance(each, Census) else [each])]
+            content = read_all(path)
+            runs += [(path, run) for run in (content.runs if isinstance(content, Census) else [content])]
         except Damaged as error:
             faults.append(str(error))
-    return found, faults
+    return runs, faults
 
 
 def _require_sound(run: Run) -> None:
@@ -136,15 +136,15 @@ def _require_sound(run: Run) -> None:
             raise ValueError(f"{name!a} is no name that can be printed")
     for build in run.builds.values():
         orders = {cycle.cycle: Counter(cycle.order) for cycle in build.cycles if cycle.order}
-        for name, own in build.variants.items():
-            seen = Counter(block.cycle for block in own.blocks)
+        for name, variant in build.variants.items():
+            seen = Counter(block.cycle for block in variant.blocks)
             # A file of schema 3 has no orders, and one base.
             of_base = Counter({name: 2 if name == build.anchor else 1})
             if any(number > orders.get(cycle, of_base)[name] for cycle, number in seen.items()):
                 raise ValueError(f"{name} has more blocks in a cycle than the order has")
-            if run.schema == SCHEMA and own.sealed is not None:
+            if run.schema == SCHEMA and variant.sealed is not None:
                 raise ValueError(f"{name} holds a verdict, which a file of schema {SCHEMA} does not")
-            if any(not block.steps for block in own.blocks):
+            if any(not block.steps for block in variant.blocks):
                 raise ValueError(f"{name} has a block without steps")
-            if any(block.classes and len(block.classes) != len(block.step_ms) for block in own.blocks):
+            if any(block.classes and len(block.classes) != len(block.step_ms) for block in variant.blocks):
                 raise ValueError(f"{name} has a block whose classes are not those of its steps")

@@ -23,53 +23,53 @@ def upgraded(data: dict) -> dict:
         ValueError: a part is not there, or of another type than it should be.
     """
     try:
-        return data | {"host": data["host"], "builds": {name: _build(own) for name, own in data["builds"].items()}}
+        return data | {"host": data["host"], "builds": {name: _build(build) for name, build in data["builds"].items()}}
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        said = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"no run of schema {SCHEMA}: {said}") from None
+        fault = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"no run of schema {SCHEMA}: {fault}") from None
 
 
-def _build(own: dict) -> dict:
-    variants = {name: _variant(each) for name, each in own["variants"].items()}
-    blocks = [block for each in own["variants"].values() for block in each["blocks"]]
+def _build(build: dict) -> dict:
+    variants = {name: _variant(variant) for name, variant in build["variants"].items()}
+    blocks = [block for variant in build["variants"].values() for block in variant["blocks"]]
     busy = {block["cycle"]: block["busy_processes"] for block in blocks}
     cycles = [{"cycle": number, "busy_processes": busy[number]} for number in sorted(busy)]
     # These files had both in one list.
-    notes = {"flops_notes": [note for note in own["notes"] if note.startswith("FLOP")]}
-    fewer = next(filter(None, map(_FEWER_LAYERS.match, own["notes"])), None)
-    asked = {"asked_layers": int(fewer[1])} if fewer else {}
-    return own | {"anchor": own["base"], "cycles": cycles, "variants": variants} | asked | notes
+    notes = {"flops_notes": [note for note in build["notes"] if note.startswith("FLOP")]}
+    fewer = next(filter(None, map(_FEWER_LAYERS.match, build["notes"])), None)
+    layers = {"asked_layers": int(fewer[1])} if fewer else {}
+    return build | {"anchor": build["base"], "cycles": cycles, "variants": variants} | layers | notes
 
 
-def _variant(own: dict) -> dict:
-    parity = own.get("parity") or {}
-    status, reason = own["status"], own["reason"]
+def _variant(variant: dict) -> dict:
+    parity = variant.get("parity") or {}
+    status, reason = variant["status"], variant["reason"]
     # A worker that ended has "failed", too, and no parity after its blocks.
-    raised = status if status in _RAISED else "error" if status == "failed" and not own["blocks"] else None
+    raised = status if status in _RAISED else "error" if status == "failed" and not variant["blocks"] else None
     sealed = {
         "status": status,
         "reason": reason,
         "parity": parity.get("result", ""),
     }
-    return own | {
+    return variant | {
         "reference": parity.get("reference", "eager"),
         "raised": {"kind": raised, "reason": reason} if raised else None,
-        "tolerance": _COMPILED_TOLERANCE if own["kind"] == "compile" else None,
+        "tolerance": _COMPILED_TOLERANCE if variant["kind"] == "compile" else None,
         "parity": [],
-        "blocks": [_block(block) for block in own["blocks"]],
+        "blocks": [_block(block) for block in variant["blocks"]],
         "sealed": sealed,
     }
 
 
-def _block(own: dict) -> dict:
+def _block(block: dict) -> dict:
     summary = {
-        "steps": own["steps"],
-        "mean_ms": own["mean_ms"],
-        "typical_ms": own["ms"],
-        "num_classes": len(own["classes"]) or 1,
+        "steps": block["steps"],
+        "mean_ms": block["mean_ms"],
+        "typical_ms": block["ms"],
+        "num_classes": len(block["classes"]) or 1,
     }
-    return {key: own[key] for key in _BLOCK if key in own} | {
-        "issue_ms": [] if own["issue_ms"] is None else [own["issue_ms"]],
-        "gpu": None if own["sm_mhz"] is None else {"sm_mhz": own["sm_mhz"]},
+    return {key: block[key] for key in _BLOCK if key in block} | {
+        "issue_ms": [] if block["issue_ms"] is None else [block["issue_ms"]],
+        "gpu": None if block["sm_mhz"] is None else {"sm_mhz": block["sm_mhz"]},
         "summary": summary,
     }

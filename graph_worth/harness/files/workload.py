@@ -46,21 +46,21 @@ def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
     Its preset is bench-l6 where the GPU held 6 layers of more. Where a GPU's machine cannot use Transformer Engine, the
     same command runs torch's layers: that is the workload of `--layer torch --precision bf16`.
     """
-    gpu = next((each.name for each in run.host.gpus), "CPU")
-    own = run.builds.get(build)
-    asked, held = (own.asked_layers, own.config.get("layers")) if own else (None, None)
-    is_smaller = asked is not None and isinstance(held, int) and held < asked
+    gpu = next((device.name for device in run.host.gpus), "CPU")
+    build_facts = run.builds.get(build)
+    asked_layers, held = (build_facts.asked_layers, build_facts.config.get("layers")) if build_facts else (None, None)
+    is_smaller = asked_layers is not None and isinstance(held, int) and held < asked_layers
     preset = f"{run.preset}-l{held}" if is_smaller else run.preset
-    label = "-".join(filter(None, [run.label, _instead(run, own) if own else ""]))
+    label = "-".join(filter(None, [run.label, _instead(run, build_facts) if build_facts else ""]))
     return Workload(gpu, run.ranks, run.model, preset, label, build, busy, _digest(run))
 
 
-def _instead(run: Run, own: Build) -> str:
+def _instead(run: Run, build: Build) -> str:
     """The flags, as in labels, of torch's layers in the place of Transformer Engine's, which `bench` has by itself."""
-    is_asked = "layer" in own.fields or any(flag.startswith(("--layer", "--precision")) for flag in run.flags)
-    if is_asked or run.device == "cpu" or stem(run.preset) != "bench" or own.config.get("layer") != "torch":
+    is_asked = "layer" in build.fields or any(flag.startswith(("--layer", "--precision")) for flag in run.flags)
+    if is_asked or run.device == "cpu" or stem(run.preset) != "bench" or build.config.get("layer") != "torch":
         return ""
-    return f"layer-torch-precision-{own.config.get('precision')}"
+    return f"layer-torch-precision-{build.config.get('precision')}"
 
 
 def _digest(run: Run) -> str:

@@ -10,21 +10,23 @@ LEAST_SHARE = 0.8
 LEAST_KERNELS = 30
 
 
-def reason(own: Judged, name: str) -> str:
+def reason(judged: Judged, name: str) -> str:
     """Return the reason in words, the likeliest one; "" for a run on a CPU or without a profile."""
-    variant, base = own.build.variants[name], own.build.variants.get(own.base)
+    variant, base = judged.build.variants[name], judged.build.variants.get(judged.base)
     graph, eager = variant.profile, base.profile if base else None
-    ceiling, base_ms = own.ceiling(own.base), own.ms(own.base) if base else None
+    ceiling, base_ms = judged.ceiling(judged.base), judged.ms(judged.base) if base else None
     if eager is None or not graph.busy_ms or not eager.busy_ms or ceiling is None or not base_ms:
         return ""
     lost_ms = (eager.overlap_ms or 0.0) - (graph.overlap_ms or 0.0)
     added_ms = graph.busy_ms - eager.busy_ms
     if lost_ms > MUCH * eager.busy_ms and added_ms > MUCH * eager.busy_ms:
-        said = f"kernels that ran side by side in eager, for {eager.overlap_ms:.3g} ms, run in turn"
+        effect = f"kernels that ran side by side in eager, for {eager.overlap_ms:.3g} ms, run in turn"
         cause = (
-            "gradients wait for the end of a captured backward pass" if own.run.ranks > 1 else "streams share a queue"
+            "gradients wait for the end of a captured backward pass"
+            if judged.run.ranks > 1
+            else "streams share a queue"
         )
-        return f"{said}: {cause}"
+        return f"{effect}: {cause}"
     kernels = (graph.kernels or 0.0) - (eager.kernels or 0.0)
     if added_ms > MUCH * eager.busy_ms and kernels > 0:
         return f"its copies of inputs: {kernels:,.0f} kernels more than eager, {added_ms:.3g} ms more of busy time"

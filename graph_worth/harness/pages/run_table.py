@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from graph_worth.folders import OWN_STEP
-from graph_worth.harness import intervals
+from graph_worth.harness import intervals, judge
 from graph_worth.harness.files.facts import Run, digits
 from graph_worth.harness.files.workload import workload_of
-from graph_worth.harness.judge import PASS, Judged, judged
+from graph_worth.harness.judge import PASS, Judged
 from graph_worth.harness.pages.reasons import reason
 from graph_worth.text import printable
 
@@ -20,10 +20,12 @@ GIB = 2**30
 
 def report(run: Run) -> str:
     """Return the tables of all builds and lines that explain them, of at most 100 characters but for reasons."""
-    builds = judged(run)
-    parts = [_build_report(name, own) for name, own in builds.items()]
+    builds = judge.judged(run)
+    parts = [_build_report(name, judged) for name, judged in builds.items()]
     text = "\n\n".join(part for part in parts if part)
-    if run.device != "cpu" or not any(own.blocks for each in builds.values() for own in each.build.variants.values()):
+    if run.device != "cpu" or not any(
+        variant.blocks for judged in builds.values() for variant in judged.build.variants.values()
+    ):
         return text
     return f"{text}\n{on_a_cpu(builds.values())}"
 
@@ -32,9 +34,9 @@ def on_a_cpu(builds: Iterable[Judged]) -> str:
     """Return what a run on a CPU shows, in a sentence or two."""
     verdicts = [
         (name, verdict)
-        for own in builds
-        for name, verdict in own.verdicts.items()
-        if own.build.variants[name].kind != "eager" and name != own.run.control
+        for judged in builds
+        for name, verdict in judged.verdicts.items()
+        if judged.build.variants[name].kind != "eager" and name != judged.run.control
     ]
     failed = [name for name, verdict in verdicts if verdict.is_wrong_numbers]
     if failed:
@@ -55,15 +57,15 @@ def milliseconds(value: float | None) -> str:
     return "-" if value is None else digits(value)
 
 
-def rates(own: Judged) -> str:
+def rates(judged: Judged) -> str:
     """Return the FLOP of a step, how they were counted and, of a GPU, each variant's rate; "" where none are known."""
-    build = own.build
+    build = judged.build
     notes = build.flops_notes
     if not build.flops_per_step:
         return printable(". ".join(notes))
     parts = [f"{build.flops_per_step / 1e12:.3g} TFLOP a step of each rank"]
     for name in build.variants:
-        rate = own.tflops(name) if own.passed(name) and name != own.run.control else None
+        rate = judged.tflops(name) if judged.passed(name) and name != judged.run.control else None
         parts += [f"{name} {rate:,.0f} TFLOP/s" if rate >= 100 else f"{name} {rate:.3g} TFLOP/s"] if rate else []
     return printable(". ".join([f"{', '.join(parts)} ({build.flops_convention})", *notes]))
 
@@ -72,57 +74,59 @@ def suite(runs: list[Run], has_dates: bool = False) -> str:
     """Return one table of several models: the headline graphs of each, and the time at which each run was begun."""
     rows = [("workload", "variant", *COLUMNS[1:6], *["begun (UTC)"] * has_dates)]
     for run in runs:
-        for build_name, own in judged(run).items():
-            if own.slowed:
+        for build_name, judged in judge.judged(run).items():
+            if judged.slowed:
                 continue
-            graphs = {name: each for name, each in own.build.variants.items() if each.kind in ("graph", "compile")}
-            headline = [name for name, each in graphs.items() if each.headline] or graphs
+            graphs = {
+                name: variant for name, variant in judged.build.variants.items() if variant.kind in ("graph", "compile")
+            }
+            headline = [name for name, variant in graphs.items() if variant.headline] or graphs
             for name in headline:
-                ratio = own.ratio_of(name)
+                ratio = judged.ratio_of(name)
                 if ratio is not None:
                     title = workload_of(run, build_name).name
                     date = run.begin_utc[:16].replace("T", " ")
-                    rows.append((title, name, *ratio_cells(ratio), times(own.ceiling(name)), *[date] * has_dates))
+                    rows.append((title, name, *ratio_cells(ratio), times(judged.ceiling(name)), *[date] * has_dates))
     return "\n".join(aligned(rows, 2))
 
 
-def _build_report(name: str, own: Judged) -> str:
-    build, run = own.build, own.run
-    if not any(each.blocks for each in build.variants.values()):
-        return _faults(own)
+def _build_report(name: str, judged: Judged) -> str:
+    build, run = judged.build, judged.run
+    if not any(variant.blocks for variant in build.variants.values()):
+        return _faults(judged)
     lines = [f"{build_title(name, build.fields)}:"] if name else []
     number = max(cycle.busy_processes for cycle in build.cycles)
     for busy in sorted({bool(cycle.busy_processes) for cycle in build.cycles}):
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
-        lines += _table(own, busy)
-    rate = textwrap.fill(rates(own), WIDTH) if run.model == OWN_STEP or build.flops_notes else ""
-    lines += [text for text in (_faults(own), _reruns(own), _slowed(own), _meaning(own), rate) if text]
+        lines += _table(judged, busy)
+    rate = textwrap.fill(rates(judged), WIDTH) if run.model == OWN_STEP or build.flops_notes else ""
+    lines += [text for text in (_faults(judged), _reruns(judged), _slowed(judged), _meaning(judged), rate) if text]
     return "\n".join(lines)
 
 
-def _table(own: Judged, busy: bool) -> Iterator[str]:
+def _table(judged: Judged, busy: bool) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [COLUMNS]
-    for name in own.build.variants:
-        is_shown = own.passed(name) and own.blocks(name, busy)
-        if is_shown and (name == own.base or own.ratio_of(name, busy) is not None):
-            rows.append(tuple(cells_of(own, name, busy)[column] for column in COLUMNS))
+    for name in judged.build.variants:
+        is_shown = judged.passed(name) and judged.blocks(name, busy)
+        if is_shown and (name == judged.base or judged.ratio_of(name, busy) is not None):
+            rows.append(tuple(cells_of(judged, name, busy)[column] for column in COLUMNS))
     return aligned(rows, 1)
 
 
-def cells_of(own: Judged, name: str, busy: bool = False) -> dict[str, str]:
+def cells_of(judged: Judged, name: str, busy: bool = False) -> dict[str, str]:
     """Return the text of each column for a variant that passed, in the quiet cycles or in those beside processes."""
-    ratio, memory, rate = own.ratio_of(name, busy), own.alone_bytes(name), own.tflops(name, busy)
-    untimed = ("", milliseconds(own.ms(name, busy)), "base" if name == own.base else "", "")
-    found = dict(zip(COLUMNS[1:5], ratio_cells(ratio) if ratio else untimed, strict=True))
-    found |= {"variant": name, "GiB": "" if memory is None else f"{memory / GIB:.1f}"}
-    if name == own.run.control:
-        return found | {"variant": f"{name} (base again)", "at most": "", "TFLOP/s": "", "parity": "", "paid back": ""}
-    steps = own.paid_back(name, busy) if own.build.variants[name].kind != "eager" else None
-    return found | {
+    ratio, memory, rate = judged.ratio_of(name, busy), judged.alone_bytes(name), judged.tflops(name, busy)
+    untimed = ("", milliseconds(judged.ms(name, busy)), "base" if name == judged.base else "", "")
+    cells = dict(zip(COLUMNS[1:5], ratio_cells(ratio) if ratio else untimed, strict=True))
+    cells |= {"variant": name, "GiB": "" if memory is None else f"{memory / GIB:.1f}"}
+    if name == judged.run.control:
+        return cells | {"variant": f"{name} (base again)", "at most": "", "TFLOP/s": "", "parity": "", "paid back": ""}
+    steps = judged.paid_back(name, busy) if judged.build.variants[name].kind != "eager" else None
+    return cells | {
         "paid back": "" if steps is None else f"{steps:,}",
-        "at most": times(own.ceiling(name, busy)),
+        "at most": times(judged.ceiling(name, busy)),
         "TFLOP/s": "" if rate is None else f"{rate:,.0f}",
-        "parity": own.verdicts[name].parity or ("losses" if own.run.parity == "blocks" else ""),
+        "parity": judged.verdicts[name].parity or ("losses" if judged.run.parity == "blocks" else ""),
     }
 
 
@@ -148,51 +152,55 @@ def aligned(rows: Sequence[tuple[str, ...]], num_left: int) -> Iterator[str]:
         yield gap.join(cells).rstrip()
 
 
-def _faults(own: Judged) -> str:
+def _faults(judged: Judged) -> str:
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, verdict in own.verdicts.items():
+    for name, verdict in judged.verdicts.items():
         if verdict.reason:
             alike[verdict.status, verdict.reason].append(name)
     lines = (f"{status}: {', '.join(names)} ({reason})" for (status, reason), names in alike.items())
     return "\n".join(map(printable, lines))
 
 
-def _reruns(own: Judged) -> str:
+def _reruns(judged: Judged) -> str:
     """A line for each variant that may run steps again."""
     lines = []
-    for name, variant in own.build.variants.items():
-        counted = [block.reruns for block in variant.blocks if block.reruns and own.passed(name)]
-        steps, reruns = sum(each.steps for each in counted), sum(each.reruns for each in counted)
+    for name, variant in judged.build.variants.items():
+        counted = [block.reruns for block in variant.blocks if block.reruns and judged.passed(name)]
+        steps, reruns = sum(count.steps for count in counted), sum(count.reruns for count in counted)
         if steps:
-            total_ms = sum((each.rerun_ms or 0.0) * each.reruns for each in counted)
+            total_ms = sum((count.rerun_ms or 0.0) * count.reruns for count in counted)
             cost = f", which took {milliseconds(total_ms / reruns)} ms each" if reruns else ""
             lines.append(f"{name}: {reruns} of {steps:,} timed steps ran again without fixed buffers{cost}.")
     return "\n".join(lines)
 
 
-def _slowed(own: Judged) -> str:
-    if not own.slowed:
+def _slowed(judged: Judged) -> str:
+    if not judged.slowed:
         return ""
-    times = f"{own.slowed:.2f} times as long in this run as alone in a process"
-    return f"{own.base} takes {times}: another variant slows it, or the host was slower. These ratios are no headline."
+    times = f"{judged.slowed:.2f} times as long in this run as alone in a process"
+    return (
+        f"{judged.base} takes {times}: another variant slows it, or the host was slower. These ratios are no headline."
+    )
 
 
-def _meaning(own: Judged) -> str:
+def _meaning(judged: Judged) -> str:
     """Say what the numbers mean: the ceiling, then a sentence for each graph."""
-    if own.run.device == "cpu" or not own.base:
+    if judged.run.device == "cpu" or not judged.base:
         return ""
-    lines, ceiling, issue = [], own.ceiling(own.base), own.issue_ms(own.base)
+    lines, ceiling, issue = [], judged.ceiling(judged.base), judged.issue_ms(judged.base)
     if ceiling is not None:
-        said = f"A step of {own.base} takes {milliseconds(own.ms(own.base))} ms and keeps the GPU busy for "
-        lines.append(f"{said}{milliseconds(own.busy_ms(own.base))}: a graph can gain {ceiling:.2f}x at most.")
+        opening = f"A step of {judged.base} takes {milliseconds(judged.ms(judged.base))} ms and keeps the GPU busy for "
+        lines.append(f"{opening}{milliseconds(judged.busy_ms(judged.base))}: a graph can gain {ceiling:.2f}x at most.")
     if issue is not None:
         lines.append(f"This host issues it in {milliseconds(issue)} ms; a slower host takes longer, a graph does not.")
-    for name, variant in own.build.variants.items():
-        ratio = own.ratio_of(name) if variant.kind not in ("eager", "control") and name != own.run.control else None
+    for name, variant in judged.build.variants.items():
+        ratio = (
+            judged.ratio_of(name) if variant.kind not in ("eager", "control") and name != judged.run.control else None
+        )
         if ratio is not None and ratio.cycles > 1:
             word = intervals.word(ratio)
-            lines.append(f"{name}: {word} on this host now{_beside(own, name, ratio)}.")
-            why = reason(own, name) if word in ("same", "slower") else ""
+            lines.append(f"{name}: {word} on this host now{_beside(judged, name, ratio)}.")
+            why = reason(judged, name) if word in ("same", "slower") else ""
             lines += [f"Why not faster: {why}."] if why else []
             lines += _graphs_of(variant)
     return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH))
@@ -204,19 +212,19 @@ def _graphs_of(variant) -> list[str]:
     if share is None or capture.made_s is None:
         return []
     number = "no graph" if not capture.graphs else f"{capture.graphs:,} graph{'s' * (capture.graphs > 1)}"
-    made = f"made in {milliseconds(capture.made_s)} s with warm-up and compiler"
-    return [f"{number}, with {100 * share:.0f} % of the GPU's time, {made}."]
+    cost = f"made in {milliseconds(capture.made_s)} s with warm-up and compiler"
+    return [f"{number}, with {100 * share:.0f} % of the GPU's time, {cost}."]
 
 
-def _beside(own: Judged, name: str, ratio: intervals.Ratio) -> str:
+def _beside(judged: Judged, name: str, ratio: intervals.Ratio) -> str:
     """How sure it is, how much of its ceiling it reached, and the control beside a small effect."""
     text = f", to within {100 * ratio.half_width:.1f} %"
-    reached, clocks = own.reached(name), (own.sm_mhz(name), own.sm_mhz(own.base))
+    reached, clocks = judged.reached(name), (judged.sm_mhz(name), judged.sm_mhz(judged.base))
     if reached is not None:
         text += f"; {100 * reached:.1f} % of the most"
         if None not in clocks and reached < 1 - intervals.NEAR:
-            text += f" ({clocks[0]:.0f} MHz, {own.base} {clocks[1]:.0f})"
-    control = own.ratio_of(own.run.control) if own.run.control in own.build.variants else None
+            text += f" ({clocks[0]:.0f} MHz, {judged.base} {clocks[1]:.0f})"
+    control = judged.ratio_of(judged.run.control) if judged.run.control in judged.build.variants else None
     if control is not None and abs(ratio.ratio - 1) < intervals.SMALL_EFFECT:
         text += f"; control {control.ratio:.3f}x, to within {100 * control.half_width:.1f} %"
     return text

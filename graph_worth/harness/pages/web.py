@@ -50,34 +50,40 @@ def _as_text(value):
     return [_as_text(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def timed(own: Judged) -> dict[str, str]:
+def timed(judged: Judged) -> dict[str, str]:
     """Return the passing variants that have quiet blocks, each with the name of its color in page.css."""
-    names = [name for name in own.build.variants if own.passed(name) and own.blocks(name)]
+    names = [name for name in judged.build.variants if judged.passed(name) and judged.blocks(name)]
     tints: Counter[str] = Counter()
     colors = {}
     for name in names:
-        kind = own.build.variants[name].kind
-        colors[name] = "control" if name == own.run.control else f"{kind}{tints[kind] % NUM_TINTS}"
-        tints[kind] += name != own.run.control
+        kind = judged.build.variants[name].kind
+        colors[name] = "control" if name == judged.run.control else f"{kind}{tints[kind] % NUM_TINTS}"
+        tints[kind] += name != judged.run.control
     return colors
 
 
-def blocks(own: Judged) -> dict:
+def blocks(judged: Judged) -> dict:
     """Return the mean step of each block of the timed variants in the order of time, as report.js draws it.
 
     `cycles` and `busy` have the cycle and the number of busy processes of each place; a line's `x` are places.
     """
-    colors = timed(own)
-    found = {name: own.build.variants[name].blocks for name in colors}
+    colors = timed(judged)
+    blocks_by_variant = {name: judged.build.variants[name].blocks for name in colors}
     order = sorted(
-        {(block.cycle, block.place): block.busy_processes for each in found.values() for block in each}.items()
+        {
+            (block.cycle, block.place): block.busy_processes
+            for variant_blocks in blocks_by_variant.values()
+            for block in variant_blocks
+        }.items()
     )
     places = {where: place for place, (where, _) in enumerate(order)}
     drawn = []
     for name, color in colors.items():
-        cells = cells_of(own, name)
+        cells = cells_of(judged, name)
         label = ", ".join(filter(None, [cells["variant"], f"{cells['ms']} ms", cells["ratio"]]))
-        points = sorted((places[block.cycle, block.place], float(f"{block.mean_ms:.5g}")) for block in found[name])
-        xs, ys = ([*each] for each in zip(*points, strict=True))
+        points = sorted(
+            (places[block.cycle, block.place], float(f"{block.mean_ms:.5g}")) for block in blocks_by_variant[name]
+        )
+        xs, ys = ([*values] for values in zip(*points, strict=True))
         drawn.append({"name": printable(name), "label": label, "color": color, "x": xs, "y": ys})
     return {"lines": drawn, "cycles": [cycle for (cycle, _), _ in order], "busy": [number for _, number in order]}

@@ -29,11 +29,11 @@ class Gpus:
 def find_gpus() -> Gpus:
     """Return the GPUs that nvidia-smi -L lists and CUDA_VISIBLE_DEVICES shows; none without the command or a driver."""
     listing = nvidia_smi("-L") or ""
-    found = re.findall(r"^GPU (\d+): (.*?)(?: \(UUID: (.*?)\))?$", listing, re.MULTILINE)
+    gpus = re.findall(r"^GPU (\d+): (.*?)(?: \(UUID: (.*?)\))?$", listing, re.MULTILINE)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         wanted = [part.strip() for part in visible.split(",") if part.strip()]
-        found = [gpu for gpu in found if any(part == gpu[0] or (gpu[2] and gpu[2].startswith(part)) for part in wanted)]
-    if not found:
+        gpus = [gpu for gpu in gpus if any(part == gpu[0] or (gpu[2] and gpu[2].startswith(part)) for part in wanted)]
+    if not gpus:
         return Gpus()
-    return Gpus(tuple(name for _, name, _ in found), tuple(uuid for _, _, uuid in found), driver_version())
+    return Gpus(tuple(name for _, name, _ in gpus), tuple(uuid for _, _, uuid in gpus), driver_version())

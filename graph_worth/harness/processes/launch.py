@@ -94,10 +94,10 @@ def parse(args) -> Launch:
         raise Mistake("--host-load with --nnodes > 1: only this node would be busy, so neither row would be true")
     if args.rendezvous and args.nnodes == 1:
         raise Mistake("--rendezvous is for several nodes, --nnodes is 1")
-    asked = args.python or sys.executable
-    python = shutil.which(asked)
+    interpreter = args.python or sys.executable
+    python = shutil.which(interpreter)
     if python is None:
-        raise Mistake(f"--python {asked}: no such command")
+        raise Mistake(f"--python {interpreter}: no such command")
     host, _, port = (args.rendezvous or f"{socket.gethostname()}:{PORT}").rpartition(":")
     if not host or not (port.isdecimal() and 0 < int(port) < 65536):
         raise Mistake(f"--rendezvous {args.rendezvous!r} is not HOST:PORT")
@@ -148,7 +148,7 @@ def _ask_nodes(launch, out):
             ]
             status = supervisor.run_logged(command, log, ASK_LIMIT_S, os.environ | {SEEN: seen})
         answers = _read_answers(folder, launch.nnodes if status == 0 else 0)
-        said = " | ".join([line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:])
+        last_lines = " | ".join([line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     missing = [rank for rank in range(launch.nnodes) if rank not in answers]
@@ -157,7 +157,7 @@ def _ask_nodes(launch, out):
         raise NodesDiffer(
             f"--launch reached {len(answers)} of {launch.nnodes} nodes through {out} ({what}; missing: "
             f"{', '.join(map(str, missing)) or 'none'}). Every node has to see that folder and have its own "
-            f"PET_NODE_RANK. The log ends: {said[-400:] or '-'}"
+            f"PET_NODE_RANK. The log ends: {last_lines[-400:] or '-'}"
         )
     return [answers[rank] for rank in range(launch.nnodes)]
 
@@ -192,9 +192,9 @@ def _fault_of_first(answer, here) -> str:
 
 def describe_here() -> dict:
     """Return the environment of this machine and source as a resumed run compares it, and its GPUs."""
-    found = gpus.find_gpus()
+    visible_gpus = gpus.find_gpus()
     env = environment.describe_environment("cpu", 1) | source.describe_source()
-    return {"name": socket.gethostname(), "env": env | {"driver": found.driver}, "gpus": asdict(found)}
+    return {"name": socket.gethostname(), "env": env | {"driver": visible_gpus.driver}, "gpus": asdict(visible_gpus)}
 
 
 def main(argv=None) -> int:

@@ -92,10 +92,10 @@ def descendants(pid: int) -> list[int]:
             except (OSError, IndexError):
                 continue
             children.setdefault(parent, []).append(int(entry.name))
-    found = children.get(pid, [])
-    for each in found:
-        found += children.get(each, [])
-    return found
+    pids = children.get(pid, [])
+    for descendant in pids:
+        pids += children.get(descendant, [])
+    return pids
 
 
 def supervise(parent_pid: int, command: list[str], asks: bool) -> int:
@@ -159,9 +159,9 @@ def _end_descendants():
 
 
 if __name__ == "__main__":
-    own, words = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
+    arguments, words = sys.argv[1 : sys.argv.index("--")], sys.argv[sys.argv.index("--") + 1 :]
     try:
-        sys.exit(supervise(int(own[0]), words, "--ask" in own))
+        sys.exit(supervise(int(arguments[0]), words, "--ask" in arguments))
     finally:
-        if "--remove" in own:
-            shutil.rmtree(own[-1], ignore_errors=True)
+        if "--remove" in arguments:
+            shutil.rmtree(arguments[-1], ignore_errors=True)

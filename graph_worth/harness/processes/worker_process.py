@@ -158,25 +158,25 @@ class WorkerProcess:
             name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
             more = ", perhaps out of host memory" if number == signal.SIGKILL else ""
             return WorkerEnded("error", f"the worker was ended by {name}{more}", signal=number)
-        said = self.dead_rank() or _last_line(self.log, self._log_start)
-        return WorkerEnded("error", said or "the worker ended", exit_status=status)
+        reason = self.dead_rank() or _last_line(self.log, self._log_start)
+        return WorkerEnded("error", reason or "the worker ended", exit_status=status)
 
     def dead_rank(self) -> str:
         """In words how the first of several ranks ended, as torchrun says once all have; "" where it says nothing."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(RANKS_END_S)
         text = _text(self.log, self._log_start)
-        found = DEAD_RANK.findall(text)
-        if not found:
+        matches = DEAD_RANK.findall(text)
+        if not matches:
             return ""
-        rank, status = found[-1][0], int(found[-1][1])
+        rank, status = matches[-1][0], int(matches[-1][1])
         if -status in set(signal.Signals):
             return f"rank {rank} was ended by {signal.Signals(-status).name}"
         if status == 1:
             return ""
         # With 2 a script has named a mistake.
-        said = _said(text) if status == 2 else []
-        return said[-1] if said else f"rank {rank} ended with exit status {status}"
+        mistakes = _said(text) if status == 2 else []
+        return mistakes[-1] if mistakes else f"rank {rank} ended with exit status {status}"
 
     def end(self) -> None:
         """Hang up, and end what does not end by itself."""
@@ -213,8 +213,8 @@ def _last_line(log: Path, start: int) -> str:
     """The last line that a script said of itself after byte `start` of a log, else the last line of all, or ""."""
     text = _text(log, start)
     # Below it stands what torchrun prints of a rank that failed, which says nothing of why.
-    found = _said(text) or [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("{")]
-    return found[-1][-400:] if found else ""
+    lines = _said(text) or [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("{")]
+    return lines[-1][-400:] if lines else ""
 
 
 def _text(log: Path, start: int) -> str:
