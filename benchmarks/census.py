@@ -37,19 +37,21 @@ USUAL = "graph_step"
 def requests(args: argparse.Namespace, machine: dict) -> list[tuple[str, ask.Ask | str, Options]]:
     """Return (name, request or the reason why it is refused, options of the run) of each workload."""
     shared = {"cycles": args.cycles, "preset": args.preset, "out": args.out, "no_control": True, "is_census": True}
-    asked = [(name, Options(model=name, **shared)) for name in run.chosen_models(args.model)]
+    named_options = [(name, Options(model=name, **shared)) for name in run.chosen_models(args.model)]
     for step in STEPS if args.model == run.ALL else ():
         label, flags = measure.named_step(step)
-        asked.append((Path(step.partition(":")[0]).stem, Options(model=OWN_STEP, label=label, flags=flags, **shared)))
-    return [(name, _request(options, machine), options) for name, options in asked]
+        named_options.append(
+            (Path(step.partition(":")[0]).stem, Options(model=OWN_STEP, label=label, flags=flags, **shared))
+        )
+    return [(name, _request(options, machine), options) for name, options in named_options]
 
 
-def _request(asked, machine) -> ask.Ask | str:
+def _request(options, machine) -> ask.Ask | str:
     try:
-        described = ask.ask_of(asked, asked.model, machine).description
+        described = ask.ask_of(options, options.model, machine).description
         is_usual = USUAL in described["headline"] and described["kinds"][USUAL] == "graph"
-        asked.variants = f"eager,{USUAL if is_usual else script.first_graph(described)}"
-        chosen = ask.ask_of(asked, asked.model, machine)
+        options.variants = f"eager,{USUAL if is_usual else script.first_graph(described)}"
+        chosen = ask.ask_of(options, options.model, machine)
     except Mistake as mistake:
         return str(mistake)
     chosen.builds = chosen.builds[:1]
@@ -60,8 +62,8 @@ def census(args: argparse.Namespace) -> int:
     """Measure every workload, write one file, and return the exit status."""
     begin_s, machine = time.monotonic(), launch.describe_here()
     wanted = requests(args, machine)
-    left_out = {name: own for name, own, _ in wanted if isinstance(own, str)}
-    asks = [(name, own, asked) for name, own, asked in wanted if isinstance(own, ask.Ask)]
+    left_out = {name: refusal for name, refusal, _ in wanted if isinstance(refusal, str)}
+    asks = [(name, request, options) for name, request, options in wanted if isinstance(request, ask.Ask)]
     if not asks:
         raise Mistake(f"no workload can be measured here: {'; '.join(f'{k}: {v}' for k, v in left_out.items())}")
     print(f"census of {len(asks)} workloads, at most {args.minutes:g} minutes", flush=True)
@@ -70,20 +72,22 @@ def census(args: argparse.Namespace) -> int:
     with locks.gpu_locks(list(asks[0][1].gpus.uuids[:1]), "census") as others:
         for text in others:
             print(f"beside   {text}")
-        for name, own, asked in asks:
+        for name, request, options in asks:
             start_s = time.monotonic()
             if start_s - begin_s > 60 * args.minutes - longest_s and done:
                 left_out[name] = f"might pass {args.minutes:g} minutes: another took {longest_s:.0f} s"
                 continue
-            print(f"{own.name}", flush=True)
-            facts = run.open_run(own, asked)
+            print(f"{request.name}", flush=True)
+            facts = run.open_run(request, options)
             log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
-            run.measure_run(own, asked, facts, log)
+            run.measure_run(request, options, facts, log)
             measured = partial.folded(facts.facts)
             for note in sorted({note for build in measured.builds.values() for note in build.notes}):
                 print(printable(f"  {note}"))
             verdicts = [verdict for build in judge.judged(measured).values() for verdict in build.verdicts.values()]
-            reason = next((f"{each.status}: {each.reason}" for each in verdicts if each.status != judge.PASS), "")
+            reason = next(
+                (f"{verdict.status}: {verdict.reason}" for verdict in verdicts if verdict.status != judge.PASS), ""
+            )
             if reason:
                 # A run that is kept says it by its facts.
                 print(printable(f"  {reason}"))
@@ -95,7 +99,7 @@ def census(args: argparse.Namespace) -> int:
 
 
 def _has_base(measured: Run) -> bool:
-    return any(own.base for own in judge.judged(measured).values())
+    return any(judged.base for judged in judge.judged(measured).values())
 
 
 def _sealed(args, first, done, left_out, took_s) -> int:
@@ -104,12 +108,12 @@ def _sealed(args, first, done, left_out, took_s) -> int:
     for name, reason in left_out.items():
         print(printable(f"left out: {name}: {reason}"))
     if runs:
-        found = Census(schema=run_file.SCHEMA, census=True, id=runs[0].id, left_out=left_out, runs=runs)
-        path = first.group.parent / run_file.CENSUS / f"{found.id}.json"
+        sealed_census = Census(schema=run_file.SCHEMA, census=True, id=runs[0].id, left_out=left_out, runs=runs)
+        path = first.group.parent / run_file.CENSUS / f"{sealed_census.id}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, run_file.as_bytes(found))
+        write_text(path, run_file.as_bytes(sealed_census))
         path.chmod(0o444)
-        caveat = run_table.on_a_cpu([own for each in runs for own in judge.judged(each).values()])
+        caveat = run_table.on_a_cpu([judged for measured in runs for judged in judge.judged(measured).values()])
         text = run_table.suite(runs) if runs[0].device == "cuda" else f"{run_table.suite(runs)}\n{caveat}"
         print(f"\n{text}\n{shown(path)}  ({took_s:.0f} s)")
     for facts, _ in done:

@@ -25,28 +25,30 @@ def found_in(root: str) -> runs.Found:
     path = Path(root)
     if not path.is_dir():
         raise Mistake(f"{root}: no such folder")
-    found = runs.read(path)
-    if not found.runs and not found.faults:
+    results = runs.read(path)
+    if not results.runs and not results.faults:
         raise Mistake(f"{root}: no run is there; make bench MODEL=... makes one")
-    return found
+    return results
 
 
 def report(args) -> int:
     """Print the tables."""
-    found = found_in(args.root)
-    rows = [row for row in found.rows if args.model in (None, row.workload.model)]
+    results = found_in(args.root)
+    rows = [row for row in results.rows if args.model in (None, row.workload.model)]
     if args.model and not rows:
-        known = ", ".join(sorted({row.workload.model for row in found.rows}))
+        known = ", ".join(sorted({row.workload.model for row in results.rows}))
         raise Mistake(f"--model {args.model}: {args.root} has runs of {known or 'no model'}")
     if rows:
         print(tables.screen(rows, args.wide))
-    for fault in found.faults:
+    for fault in results.faults:
         print(f"left out: {fault}")
     if rows:
-        hosts = runs.counted(len({run.host.boot for _, run in found.runs}), "host")
+        hosts = runs.counted(len({run.host.boot for _, run in results.runs}), "host")
         where = f"{hosts} in {shown(Path(args.root))}"
-        print(f"\n{runs.counted(len(found.runs), 'run')} on {where}. docs/method.md: how to read them; (3): 3 archived")
-    return 1 if found.faults else 0
+        print(
+            f"\n{runs.counted(len(results.runs), 'run')} on {where}. docs/method.md: how to read them; (3): 3 archived"
+        )
+    return 1 if results.faults else 0
 
 
 def main(argv=None) -> int:

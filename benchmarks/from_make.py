@@ -62,22 +62,22 @@ def command_of(target: str, given: dict[str, str]) -> list[str]:
 
 def main() -> None:
     """Become the program, or end with one line and status 2."""
-    target, said = sys.argv[1], ""
+    target, reason = sys.argv[1], ""
     given = {name[len("make_") :]: value for name, value in os.environ.items() if name.startswith("make_")}
     # A step of the user's own runs in PYTHON, the harness does not.
     is_of_step = target in ("measure", "doctor")
     python = (not is_of_step and given.pop("PYTHON", "")) or ".venv/bin/python"
     missing = [PIP.get(name, name) for name in TARGETS[target][1] if importlib.util.find_spec(name) is None]
     if sys.version_info < (3, 11):  # noqa: UP036 - PYTHON= may be any.
-        said = f"{python} is Python {sys.version_info[0]}.{sys.version_info[1]}, this takes 3.11 or newer"
+        reason = f"{python} is Python {sys.version_info[0]}.{sys.version_info[1]}, this takes 3.11 or newer"
     elif missing:
-        said = f"{python} has no {', '.join(missing)}: {python} -m pip install -c constraints.txt {' '.join(missing)}"
+        reason = f"{python} has no {', '.join(missing)}: {python} -m pip install -c constraints.txt {' '.join(missing)}"
     try:
         words = [python, *command_of(target, given)]
     except ValueError as error:
-        said = said or str(error)
-    if said:
-        print(f"make {target}: {said}", file=sys.stderr)
+        reason = reason or str(error)
+    if reason:
+        print(f"make {target}: {reason}", file=sys.stderr)
         sys.exit(2)
     print(" ".join(shlex.quote(word) if word.isprintable() else ascii(word) for word in words), flush=True)
     os.execvp(python, words)

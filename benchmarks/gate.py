@@ -59,8 +59,8 @@ def changes(old: list[Row], new: list[Row]) -> list[Change]:
     )
     again = {workload for workload, _ in now}
     pairs = [(row, now.get(key)) for key, row in before.items() if key[0] in again and (key in now or row.ratio)]
-    both = sum(own is not None and None not in (row.ratio, own.ratio) for row, own in pairs)
-    return [_change(row, own, both) for row, own in pairs]
+    both = sum(new_row is not None and None not in (row.ratio, new_row.ratio) for row, new_row in pairs)
+    return [_change(row, new_row, both) for row, new_row in pairs]
 
 
 def _change(old, new, both):
@@ -93,14 +93,14 @@ def judge(args) -> int:
     for fault in (*old.faults, *new.faults):
         print(f"left out: {fault}")
     every = changes(old.rows, new.rows)
-    if not any(each.change is not None or each.is_changed for each in every):
+    if not any(change.change is not None or change.is_changed for change in every):
         raise Mistake(f"{args.root} and {args.against} have no timed variant in common")
-    changed = [each for each in every if each.is_changed]
-    for each in changed:
-        print(f"changed  {each.text()}")
-    for each in every:
-        if each.change is not None and not each.is_changed:
-            print(f"same     {each.text()}")
+    changed = [change for change in every if change.is_changed]
+    for change in changed:
+        print(f"changed  {change.text()}")
+    for change in every:
+        if change.change is not None and not change.is_changed:
+            print(f"same     {change.text()}")
     return 1 if changed or old.faults or new.faults else 0
 
 

@@ -53,13 +53,13 @@ def survey(args: argparse.Namespace) -> int:
     wanted = args.operators or known
     shares = [wanted[number :: args.processes] for number in range(args.processes)]
     with ThreadPoolExecutor(args.processes) as threads:
-        rows = [row for own in threads.map(lambda share: surveyed(share, device), shares) for row in own]
-    found: dict[str, dict] = {name: {} for name in sorted(wanted)}
+        rows = [row for share_rows in threads.map(lambda share: surveyed(share, device), shares) for row in share_rows]
+    outcomes: dict[str, dict] = {name: {} for name in sorted(wanted)}
     for row in rows:
-        found[row["operator"]][row["pass"]] = {key: row[key] for key in ("outcome", "why")}
+        outcomes[row["operator"]][row["pass"]] = {key: row[key] for key in ("outcome", "why")}
     source = {key: host[name] for key, name in SOURCE.items()} | {"clean": host["git_dirty"] is False}
     gpu = gpus.names[0] if gpus.names else "CPU"
-    file = {"torch": torch_version, "gpu": gpu, "begin_utc": utc(), "source": source, "operators": found}
+    file = {"torch": torch_version, "gpu": gpu, "begin_utc": utc(), "source": source, "operators": outcomes}
     path = args.out / f"{gpus.slug}-torch{torch_version.partition('+')[0]}.json"
     args.out.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(file, indent=0) + "\n")

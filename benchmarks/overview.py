@@ -27,22 +27,22 @@ OTHER = ("workload", "variant", "parity", "TFLOP/s", "J a step", "MHz", "capture
 CALLS = {"operator": "operator us", "linear": "linear layer us", "graph": "graph launch us"}
 
 
-def page_of(found: runs.Found, page: Path) -> str:
+def page_of(results: runs.Found, page: Path) -> str:
     """The text of overview.md."""
-    hosts = len({run.host.boot for _, run in found.runs})
-    machines = runs.of_machines(found.rows)
-    hosts_table = _hosts(found)
+    hosts = len({run.host.boot for _, run in results.runs})
+    machines = runs.of_machines(results.rows)
+    hosts_table = _hosts(results)
     names = ["Best rows", *machines, "Step / busy as a ceiling"]
-    names += [*(["Hosts"] if hosts_table else []), *(["Left out"] if found.faults else [])]
+    names += [*(["Hosts"] if hosts_table else []), *(["Left out"] if results.faults else [])]
     parts = [
         "# All runs",
-        f"{runs.counted(len(found.runs), 'run')} on {runs.counted(hosts, 'host')}. "
+        f"{runs.counted(len(results.runs), 'run')} on {runs.counted(hosts, 'host')}. "
         "[How they were made](../docs/method.md). All fields: [overview.csv](overview.csv).",
         "\n".join(f"- [{in_markdown(name)}](#{_anchor(name)})" for name in names),
         "## Best rows",
         "The graph of each workload with the most hosts. Times are mean steps. Of several hosts: the median of the "
         "graph, and the fastest and slowest host of eager and of the gain.",
-        readme.front(found, page),
+        readme.front(results, page),
         "*Archived* hosts were measured [before blocks](archive/README.md), and have no intervals. Archived hosts and "
         "earlier files of a step count where eager makes the same kernels.",
         "In the tables below a gain is base ms / ms: of one host with its 95 % interval in those minutes, of several "
@@ -56,23 +56,23 @@ def page_of(found: runs.Found, page: Path) -> str:
         parts += ["Without a number:", left] if left else []
         parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, TIME)]
         parts += ["Parity, rate, energy, capture and memory:", tables.rows_as_markdown(timed, page, OTHER)]
-    missed = readme.misses(found.rows)
-    parts += ["## Step / busy as a ceiling", readme.ceiling_text(found.rows)]
+    missed = readme.misses(results.rows)
+    parts += ["## Step / busy as a ceiling", readme.ceiling_text(results.rows)]
     if missed:
         parts.append("Graphs that stayed more than 5 % below it. A GPU that does not wait for its host clocks lower:")
         parts.append(tables.as_list(missed))
     if hosts_table:
         text = "The host's time in one call, quiet: us at the 50th (99th) percentile, the median of the host's runs."
         parts += ["## Hosts", f"{text} [The calls](../docs/your_step.md#your-host).", hosts_table]
-    if found.faults:
-        parts += ["## Left out", tables.as_list(found.faults)]
+    if results.faults:
+        parts += ["## Left out", tables.as_list(results.faults)]
     return "\n\n".join(parts) + "\n"
 
 
-def _hosts(found: runs.Found) -> str:
+def _hosts(results: runs.Found) -> str:
     """The table of hosts whose runs have the times of single calls; "" without any."""
     by_boot: dict[str | None, list] = {}
-    for _, run in found.runs:
+    for _, run in results.runs:
         if run.host.calls:
             by_boot.setdefault(run.host.boot, []).append(run.host)
     lines = []
@@ -80,9 +80,9 @@ def _hosts(found: runs.Found) -> str:
         gpus = ", ".join(sorted({gpu.name for host in hosts for gpu in host.gpus})) or "none"
         cells = [in_markdown(hosts[0].cpu or ""), in_markdown(gpus), str(len(hosts))]
         for name in CALLS:
-            own = [host.calls[name] for host in hosts if name in host.calls]
-            p50, p99 = ([getattr(each, key) for each in own] for key in ("p50_us", "p99_us"))
-            cells.append(f"{statistics.median(p50):.1f} ({statistics.median(p99):.1f})" if own else "")
+            calls = [host.calls[name] for host in hosts if name in host.calls]
+            p50, p99 = ([getattr(call, key) for call in calls] for key in ("p50_us", "p99_us"))
+            cells.append(f"{statistics.median(p50):.1f} ({statistics.median(p99):.1f})" if calls else "")
         lines.append(cells)
     return tables.markdown(["CPU", "GPU", "runs", *CALLS.values()], sorted(lines)) if lines else ""
 
@@ -96,28 +96,28 @@ def _largest_gain_first(rows: list[Row]) -> list[Row]:
     """The rows of a workload together, by the largest gain of a graph of it."""
     gains: dict[Workload, float] = {}
     for row in rows:
-        own = row.ratio if row.kind == "graph" and row.ratio else 0.0
-        gains[row.workload] = max(own, gains.get(row.workload, 0.0))
+        gain = row.ratio if row.kind == "graph" and row.ratio else 0.0
+        gains[row.workload] = max(gain, gains.get(row.workload, 0.0))
     return sorted(rows, key=lambda row: -gains[row.workload])
 
 
-def wanted(found: runs.Found, root: Path = ROOT) -> dict[Path, str]:
+def wanted(results: runs.Found, root: Path = ROOT) -> dict[Path, str]:
     """Every file that is not what the runs say, with its right text."""
-    page, sheet = found.root / "overview.md", found.root / "overview.csv"
-    own = {page: page_of(found, page), sheet: tables.as_csv(found.rows)}
-    own = {path: text for path, text in own.items() if not path.exists() or path.read_text() != text}
-    return own | readme.changed(found, root)
+    page, sheet = results.root / "overview.md", results.root / "overview.csv"
+    texts = {page: page_of(results, page), sheet: tables.as_csv(results.rows)}
+    texts = {path: text for path, text in texts.items() if not path.exists() or path.read_text() != text}
+    return texts | readme.changed(results, root)
 
 
 def work() -> int:
     """Write every file that is not what the runs say."""
-    found = found_in(str(ROOT / "results"))
-    for path, text in wanted(found).items():
+    results = found_in(str(ROOT / "results"))
+    for path, text in wanted(results).items():
         write_text(path, text)
         print(f"wrote {shown(path)}")
-    for fault in found.faults:
+    for fault in results.faults:
         print(f"left out: {fault}")
-    return 1 if found.faults else 0
+    return 1 if results.faults else 0
 
 
 def main(argv=None) -> int:

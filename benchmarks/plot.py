@@ -17,7 +17,7 @@ from graph_worth.harness import command
 from graph_worth.harness.command import Mistake, shown
 
 
-def draw(found: runs.Found, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+def draw(results: runs.Found, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Write the figures as SVG; return the title of each that was drawn, and the reason of each that was not."""
     from benchmarks.figures import front, style
 
@@ -25,7 +25,7 @@ def draw(found: runs.Found, folder: Path) -> tuple[dict[str, str], dict[str, str
     with style.applied():
         for name, make in front.FIGURES.items():
             try:
-                page = make(found)
+                page = make(results)
             except style.NotDrawn as reason:
                 left_out[name] = str(reason)
                 (folder / f"{name}.svg").unlink(missing_ok=True)
@@ -42,13 +42,13 @@ def work(args) -> int:
         raise Mistake(f"{root}: no such folder")
     if importlib.util.find_spec("matplotlib") is None:
         raise Mistake("no matplotlib here, figures need it: ./setup.sh plots")
-    found, folder = runs.read(root), Path(args.out) if args.out else root / "figures"
-    for fault in found.faults:
+    results, folder = runs.read(root), Path(args.out) if args.out else root / "figures"
+    for fault in results.faults:
         print(f"left out: {fault}")
-    if not found.runs:
+    if not results.runs:
         print(f"not drawn: no run is in {root}; make bench MODEL=... makes one", file=sys.stderr)
         return 1
-    drawn, left_out = draw(found, folder)
+    drawn, left_out = draw(results, folder)
     for name, title in drawn.items():
         print(f"{name}: {title}")
     for name, reason in left_out.items():

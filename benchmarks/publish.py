@@ -48,52 +48,57 @@ def publish(path: Path, results: Path) -> Path:
         OSError: a folder cannot be written.
     """
     # Its folder, the folder of its machine, and no link in any of them: a link may lead to anyone's files.
-    for each in (path.absolute(), *list(path.absolute().parents)[:2]):
-        if each.is_symlink():
-            raise NotPublished(f"{path}: {each.name} is a link; publish takes regular files")
-    found = run_file.read_all(path)
-    reason = why_not(found)
+    for entry in (path.absolute(), *list(path.absolute().parents)[:2]):
+        if entry.is_symlink():
+            raise NotPublished(f"{path}: {entry.name} is a link; publish takes regular files")
+    content = run_file.read_all(path)
+    reason = why_not(content)
     if reason:
         raise NotPublished(f"{path}: {reason}")
-    target = results.joinpath(*folders_of(found), f"{found.id}.json")
-    for each in (target, target.parent, target.parent.parent):
-        if each.is_symlink():
-            raise NotPublished(f"{path}: {each} is a link; nothing is written there")
+    target = results.joinpath(*folders_of(content), f"{content.id}.json")
+    for entry in (target, target.parent, target.parent.parent):
+        if entry.is_symlink():
+            raise NotPublished(f"{path}: {entry} is a link; nothing is written there")
     data = path.read_bytes()
     if target.exists():
         if target.is_file() and target.read_bytes() == data:
             return target
         raise NotPublished(f"{path}: {target} is published with other content; nothing is copied")
-    if any(own.sealed for run in _runs_of(found) for build in run.builds.values() for own in build.variants.values()):
+    if any(
+        variant.sealed
+        for run in _runs_of(content)
+        for build in run.builds.values()
+        for variant in build.variants.values()
+    ):
         raise NotPublished(f"{path}: schema 3 holds verdicts, and few facts to judge by; measure again")
     write_text(target, data)
     target.chmod(0o444)
     return target
 
 
-def folders_of(found: Run | Census) -> tuple[str, str]:
+def folders_of(content: Run | Census) -> tuple[str, str]:
     """("h200x1", "gpt3-bench"), of what the run says of itself; ("h200x1", "census") of a census."""
-    run = found.runs[0] if isinstance(found, Census) else found
+    run = content.runs[0] if isinstance(content, Census) else content
     slug = Gpus(names=tuple(gpu.name for gpu in run.host.gpus)).slug
-    folder = CENSUS if isinstance(found, Census) else folder_of(run.model, run.preset, run.label)
+    folder = CENSUS if isinstance(content, Census) else folder_of(run.model, run.preset, run.label)
     return f"{slug}x{run.ranks}", folder
 
 
-def _runs_of(found: Run | Census) -> list[Run]:
-    return found.runs if isinstance(found, Census) else [found]
+def _runs_of(content: Run | Census) -> list[Run]:
+    return content.runs if isinstance(content, Census) else [content]
 
 
-def why_not(found: Run | Census) -> str:
+def why_not(content: Run | Census) -> str:
     """Return the reason why a file is no evidence, in a few words, or ""."""
-    if isinstance(found, Run):
-        return _why_not(found)
-    if not found.runs:
+    if isinstance(content, Run):
+        return _why_not(content)
+    if not content.runs:
         return "a census without a run"
-    if len({(run.host.boot, run.ranks) for run in found.runs}) > 1:
+    if len({(run.host.boot, run.ranks) for run in content.runs}) > 1:
         return "a census of several hosts"
-    if not _WORD.fullmatch(found.id):
+    if not _WORD.fullmatch(content.id):
         return "its id cannot be the name of a file"
-    return next(filter(None, map(_why_not, found.runs)), "")
+    return next(filter(None, map(_why_not, content.runs)), "")
 
 
 def _why_not(run: Run) -> str:
@@ -110,26 +115,29 @@ def _why_not(run: Run) -> str:
     if not run.builds:
         return "it holds no build"
     least = LEAST_CENSUS_CYCLES if run.parity == "blocks" else LEAST_CYCLES
-    for name, own in judged(run).items():
-        if not any(each.blocks for each in own.build.variants.values()):
+    for name, judged_build in judged(run).items():
+        if not any(variant.blocks for variant in judged_build.build.variants.values()):
             continue
         label = f"build {name}" if name else "the run"
-        if not own.base:
+        if not judged_build.base:
             return f"no eager variant of {label} passed"
-        if own.quiet_cycles < least:
-            return f"{label} has {own.quiet_cycles} whole cycles on a quiet host, published runs have at least {least}"
-    if not any(own.base for own in judged(run).values()):
+        if judged_build.quiet_cycles < least:
+            return (
+                f"{label} has {judged_build.quiet_cycles} whole cycles on a quiet host, "
+                f"published runs have at least {least}"
+            )
+    if not any(judged_build.base for judged_build in judged(run).values()):
         return "nothing in it was timed"
     return ""
 
 
 def added(path: Path, results: Path) -> list[str]:
     """Return a line for each row that a file would add to: its times, and the hosts that the row has without it."""
-    found = run_file.read_all(path)
-    own = [(path, run) for run in _runs_of(found)]
+    content = run_file.read_all(path)
+    runs_with_path = [(path, run) for run in _runs_of(content)]
     before = {(row.workload, row.variant, row.base): row for row in runs.read(results).rows}
     lines = []
-    for row in runs.rows_of(own):
+    for row in runs.rows_of(runs_with_path):
         if row.kind == "eager" or row.control or not row.headline:
             continue
         name = f"{row.workload.machine}, {row.workload.name} {row.variant}"

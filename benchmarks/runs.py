@@ -138,7 +138,7 @@ class Row:
     @property
     def undisturbed(self) -> "Row":
         """The row without runs beside other benchmarks, and without those whose base was slower than alone."""
-        return replace(self, points=tuple(each for each in self.points if not (each.others or each.judged.slowed)))
+        return replace(self, points=tuple(point for point in self.points if not (point.others or point.judged.slowed)))
 
     @property
     def ratios(self) -> list[Ratio]:
@@ -168,15 +168,15 @@ class Row:
     @cached_property
     def hosts(self) -> list[HostMeans]:
         """All hosts of the row, each once, those of the archive last."""
-        found: dict[str, list[Ratio]] = defaultdict(list)
+        ratios_by_host: dict[str, list[Ratio]] = defaultdict(list)
         for point, ratio in zip(self.timed, self.ratios, strict=True):
-            found[point.host].append(ratio)
+            ratios_by_host[point.host].append(ratio)
         mean = plain.geometric_mean
-        own = [
-            HostMeans(host, mean([ratio.base_ms for ratio in each]), mean([ratio.variant_ms for ratio in each]))
-            for host, each in found.items()
+        measured = [
+            HostMeans(host, mean([ratio.base_ms for ratio in ratios]), mean([ratio.variant_ms for ratio in ratios]))
+            for host, ratios in ratios_by_host.items()
         ]
-        return [*own, *self.archived]
+        return [*measured, *self.archived]
 
     @property
     def hosts_text(self) -> str:
@@ -235,8 +235,8 @@ class Row:
 
     def median(self, name: str) -> float | None:
         """Return the median over passing runs of a number of `Point`; None if none has it."""
-        found = self.over_runs(name)
-        return plain.median(found) if found else None
+        values = self.over_runs(name)
+        return plain.median(values) if values else None
 
     @property
     def word(self) -> str:
@@ -271,9 +271,9 @@ def read(root: Path) -> Found:
 
     A run that is there twice counts once. If two files of one id differ, both are left out.
     """
-    found, faults = run_file.find(root)
+    runs, faults = run_file.find(root)
     by_id: dict[str, list] = defaultdict(list)
-    for path, run in found:
+    for path, run in runs:
         by_id[run.id].append((path, run))
     kept = []
     for same in by_id.values():
@@ -286,32 +286,32 @@ def read(root: Path) -> Found:
     return Found(root, kept, [*faults, *damaged], rows_of(kept, archived), archived)
 
 
-def rows_of(found: list[tuple[Path, Run]], archived: dict[Workload, list[ArchivedHost]] | None = None) -> list[Row]:
+def rows_of(runs: list[tuple[Path, Run]], archived: dict[Workload, list[ArchivedHost]] | None = None) -> list[Row]:
     """Return a row for each variant and base of each workload; of several bases the one with most runs first."""
     grouped: dict[tuple[Workload, str], list[Point]] = defaultdict(list)
-    for path, run in found:
-        for name, own in judged(run).items():
-            numbers = {block.busy_processes for each in own.build.variants.values() for block in each.blocks}
+    for path, run in runs:
+        for name, judged_build in judged(run).items():
+            numbers = {block.busy_processes for facts in judged_build.build.variants.values() for block in facts.blocks}
             for busy in sorted({0, *numbers}):
                 where = workload_of(run, name, busy)
-                for variant, facts in own.build.variants.items():
+                for variant, facts in judged_build.build.variants.items():
                     if variant == run.control and not facts.blocks:
                         continue
-                    if not busy or own.blocks(variant, True):
-                        grouped[where, variant].append(Point(path, run, own, variant, bool(busy)))
+                    if not busy or judged_build.blocks(variant, True):
+                        grouped[where, variant].append(Point(path, run, judged_build, variant, bool(busy)))
     _name_earlier_files(grouped)
     rows = []
     for where, variant in sorted(grouped, key=lambda key: key[0]):
         by_base: dict[str, list[Point]] = defaultdict(list)
         untimed: list[Point] = []
         for point in grouped[where, variant]:
-            own = point.judged
-            base = own.build.anchor if variant == point.run.control else own.base
+            judged_build = point.judged
+            base = judged_build.build.anchor if variant == point.run.control else judged_build.base
             (by_base[base] if point.verdict.status == PASS else untimed).append(point)
         # A run without a time of the variant says nothing against a base: it stands with the others' row.
         ranked = sorted(by_base.items(), key=lambda item: -len(item[1])) or [("", [])]
         ranked[0][1].extend(untimed)
-        rows += [_with_archive(Row(where, variant, base, tuple(each)), archived or {}) for base, each in ranked]
+        rows += [_with_archive(Row(where, variant, base, tuple(points)), archived or {}) for base, points in ranked]
     return rows
 
 
@@ -380,10 +380,10 @@ def on_gpus(rows: Sequence[Row]) -> list[Row]:
 
 def of_machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Return machine -> its rows, first the machine with most rows, last CPUs."""
-    found: dict[str, list[Row]] = defaultdict(list)
+    rows_by_machine: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        found[row.workload.machine].append(row)
-    return dict(sorted(found.items(), key=lambda item: (item[0].startswith("CPU"), -len(item[1]), item[0])))
+        rows_by_machine[row.workload.machine].append(row)
+    return dict(sorted(rows_by_machine.items(), key=lambda item: (item[0].startswith("CPU"), -len(item[1]), item[0])))
 
 
 def counted(number: int, word: str) -> str:

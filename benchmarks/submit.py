@@ -42,7 +42,7 @@ HANDED_ON = ("variants", "cycles", "minutes", "host_load")
 
 def parse(argv=None) -> argparse.Namespace:
     """Return the command line. Mistakes end the program with one line."""
-    own, flags = command.split_flags(argv)
+    words, flags = command.split_flags(argv)
     about = "Submit a benchmark to Slurm, and after it a job that prints the tables."
     parser = command.parser_of("submit", about, command.TO_SCRIPT)
     add = parser.add_argument
@@ -64,9 +64,9 @@ def parse(argv=None) -> argparse.Namespace:
     add("--mounts", metavar="A:B,C:D", help="more mounts for it; the repository and the runs are there")
     add("--sbatch", metavar="A=B", default="", help='more options of sbatch: "qos=high nice=10"')
     add("--dry-run", action="store_true", help="check and print, submit nothing")
-    args = parser.parse_args(own)
+    args = parser.parse_args(words)
     args.flags = flags
-    command.require_printable(parser, [*own, *flags])
+    command.require_printable(parser, [*words, *flags])
     return args
 
 
@@ -166,11 +166,11 @@ class JobPlan:
         """Return settings and commands as text."""
         args, unit = self.args, "GPUs" if self.on_gpu else "ranks, on the CPU"
         over = f"  over {args.over} {', '.join(self.items)}" if args.values else ""
-        asked = " ".join([*self.asked, *args.flags])
+        options = " ".join([*self.asked, *args.flags])
         site = "  ".join(f"{name} {getattr(args, name) or 'default'}" for name in ("partition", "account", "time"))
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         lines = [
-            f"jobs     {', '.join(self.models)}  preset {args.preset}{over}  {asked}".rstrip(),
+            f"jobs     {', '.join(self.models)}  preset {args.preset}{over}  {options}".rstrip(),
             f"nodes    {self.nodes} x {self.ngpu} {unit}  {site}",
             f"image    {args.image or 'none'}{f'  mounts {args.mounts}' if args.mounts else ''}",
             *(f"runs     {shown(folder)}" for folder in self.folders),
@@ -196,24 +196,24 @@ def _require_sense(args, models):
             raise Mistake(text)
 
 
-def _require_time(asked, more):
+def _require_time(limit, more):
     """Require that a job's limit leaves time to work; where Slurm alone knows the limit, progress.py says it later."""
-    flag, text = ("--time ", asked) if asked else ("SBATCH_TIMELIMIT=", os.environ.get("SBATCH_TIMELIMIT", ""))
+    flag, text = ("--time ", limit) if limit else ("SBATCH_TIMELIMIT=", os.environ.get("SBATCH_TIMELIMIT", ""))
     # Each overrides the next.
-    places = [*more, f"--signal={os.environ.get('SBATCH_SIGNAL', '')}", (ROOT / SCRIPTS / "bench.sbatch").read_text()]
-    early_s = next(int(found[1]) for place in places if (found := re.search(r"--signal=\S*@(\d+)", place)))
+    sources = [*more, f"--signal={os.environ.get('SBATCH_SIGNAL', '')}", (ROOT / SCRIPTS / "bench.sbatch").read_text()]
+    early_s = next(int(match[1]) for source in sources if (match := re.search(r"--signal=\S*@(\d+)", source)))
     if _seconds(text) < early_s + LEAST_WORK_S:
-        said = (
+        reason = (
             f"jobs stop {early_s} s before their limit, so this leaves no time to work: take more, as in TIME=2:00:00"
         )
-        raise Mistake(f"{flag}{text}: {said}")
+        raise Mistake(f"{flag}{text}: {reason}")
 
 
 def _seconds(limit: str) -> float:
     """The seconds of a limit as Slurm writes it; infinity for 0 and for what is not written so."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit.strip())
-    days, *rest = found.groups() if found else ("0",)
-    numbers = [int(each) for each in rest if each]
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit.strip())
+    days, *rest = match.groups() if match else ("0",)
+    numbers = [int(group) for group in rest if group]
     units = (3600, 60, 1) if days or len(numbers) == 3 else (60, 1)
     return 86400 * int(days or 0) + sum(map(operator.mul, numbers, units)) or math.inf
 
@@ -223,8 +223,8 @@ def _machines(args, described) -> tuple[int, int]:
     nodes, ngpu, preset = args.nodes, args.ngpu, args.preset
     theirs = {model: script.submitted(description, preset) for model, description in described.items()}
     if len(set(theirs.values())) > 1 and not (nodes and ngpu):
-        said = ", ".join(f"{model} {' x '.join(map(str, own or (1, 1)))}" for model, own in theirs.items())
-        raise Mistake(f"--nodes and --ngpu are missing, and models of {preset} differ: {said}; submit each alone")
+        sizes = ", ".join(f"{model} {' x '.join(map(str, size or (1, 1)))}" for model, size in theirs.items())
+        raise Mistake(f"--nodes and --ngpu are missing, and models of {preset} differ: {sizes}; submit each alone")
     their_nodes, their_ngpu = next(iter(theirs.values())) or (1, 1)
     ngpu = ngpu or their_ngpu
     if not nodes:
@@ -233,9 +233,9 @@ def _machines(args, described) -> tuple[int, int]:
         if rest:
             gpus = their_nodes * their_ngpu
             raise Mistake(f"--ngpu {ngpu}: the submission's {gpus} GPUs are no multiple; give --nodes")
-    asked = f"--nodes {nodes} x --ngpu {ngpu} (NODES, NGPU)"
+    settings = f"--nodes {nodes} x --ngpu {ngpu} (NODES, NGPU)"
     for description in described.values():
-        script.require_world_size(description, preset, nodes * ngpu, asked)
+        script.require_world_size(description, preset, nodes * ngpu, settings)
     return nodes, ngpu
 
 

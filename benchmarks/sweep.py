@@ -35,7 +35,7 @@ COLUMNS = ("base ms", "ms", "ratio", "95 %", "word", "issue ms", "busy ms", "at 
 
 def parse(argv=None) -> argparse.Namespace:
     """Return the command line; `rest` is for benchmarks.run. Mistakes end the program with one line."""
-    own, flags = command.split_flags(argv)
+    words, flags = command.split_flags(argv)
     about = "Eager against one variant at several values of a quantity."
     more = f"Other options go to every point: see python -m benchmarks.run --help. {command.TO_SCRIPT}"
     parser = command.parser_of("sweep", about, more)
@@ -46,9 +46,9 @@ def parse(argv=None) -> argparse.Namespace:
     add("--variant", metavar="NAME", help="what stands against eager (the model's first graph)")
     add("--minutes", metavar="M", type=command.amount, help="start no point that cannot end in this time")
     add("--out", metavar="DIR", help="folder (runs/<gpu>x<count>/<model>-<preset>-<over>-<variant>)")
-    args, args.rest = parser.parse_known_args(own)
+    args, args.rest = parser.parse_known_args(words)
     args.flags = flags
-    command.require_printable(parser, [*own, *flags])
+    command.require_printable(parser, [*words, *flags])
     for name in OWN.keys() & {word.partition("=")[0] for word in args.rest}:
         parser.error(f"{name}: {OWN[name]}")
     return args
@@ -63,12 +63,12 @@ def flags_of(args: argparse.Namespace, model: str, description: dict, preset: st
     for given in args.flags:
         if given.split("=")[0] in map(flag_of, fields):
             raise Mistake(f"{given} after -- is what --over {args.over} sets, leave it out")
-    own = {field: description["presets"][preset][field] for field in fields}
-    found = {value: _flags(args.over, own, value) for value in args.values}
+    preset_values = {field: description["presets"][preset][field] for field in fields}
+    flags_by_value = {value: _flags(args.over, preset_values, value) for value in args.values}
     # Before a point costs minutes.
-    for words in found.values():
+    for words in flags_by_value.values():
         script.describe(model, [*args.flags, *words], preset)
-    return found
+    return flags_by_value
 
 
 def _flags(over, preset, value) -> list[str]:
@@ -145,47 +145,49 @@ class Sweep:
         print(flush=True)
         try:
             flags = [*self.args.flags, *self.flags[value]]
-            ((own, _),), _ = run.measured(self._options(flags, self.root / name, "--label", name))
+            ((facts, _),), _ = run.measured(self._options(flags, self.root / name, "--label", name))
         except Mistake as mistake:
             print(f"not run: {mistake}")
             return Point(value, "unsupported", str(mistake))
-        return self._point(value, own)
+        return self._point(value, facts)
 
     def measured(self) -> dict[int, Point]:
         """Return each value whose newest run with this request and today's source passed, with enough cycles."""
-        found = {}
-        for _, own in sorted(run_file.find(self.root)[0], key=lambda each: each[1].begin_utc):
-            over, _, value = own.label.rpartition("-")
-            if over == self.args.over and value.isdecimal() and self._is_asked(own):
-                found[int(value)] = self._point(int(value), own)
+        points = {}
+        for _, facts in sorted(run_file.find(self.root)[0], key=lambda pair: pair[1].begin_utc):
+            over, _, value = facts.label.rpartition("-")
+            if over == self.args.over and value.isdecimal() and self._is_asked(facts):
+                points[int(value)] = self._point(int(value), facts)
         return {
-            value: each
-            for value, each in found.items()
-            if each.own is not None and len(each.own.build.cycles) >= self.least_cycles
+            value: point
+            for value, point in points.items()
+            if point.own is not None and len(point.own.build.cycles) >= self.least_cycles
         }
 
-    def _is_asked(self, own: Run) -> bool:
+    def _is_asked(self, facts: Run) -> bool:
         """Return whether a run is of this request; its label says which value its last flags set."""
-        asked, given = self.asked, [without_folders(flag) for flag in self.args.flags]
-        gpu = next((each.name for each in own.host.gpus), None)
-        seen = (own.model, own.preset, own.ranks, own.flags[: len(given)], own.source.get("hash"), gpu)
-        like = (asked.model, asked.preset, asked.ranks, given, asked.host["env"]["source_hash"], self.gpu)
-        is_alike = len(own.flags) - len(given) == len(next(iter(self.flags.values())))
-        busy = {cycle.busy_processes for build in own.builds.values() for cycle in build.cycles}
+        request, given = self.asked, [without_folders(flag) for flag in self.args.flags]
+        gpu = next((device.name for device in facts.host.gpus), None)
+        seen = (facts.model, facts.preset, facts.ranks, facts.flags[: len(given)], facts.source.get("hash"), gpu)
+        like = (request.model, request.preset, request.ranks, given, request.host["env"]["source_hash"], self.gpu)
+        is_alike = len(facts.flags) - len(given) == len(next(iter(self.flags.values())))
+        busy = {cycle.busy_processes for build in facts.builds.values() for cycle in build.cycles}
         return seen == like and is_alike and busy <= {0, self.load}
 
-    def _point(self, value: int, own: Run) -> Point:
-        builds = [each for each in judge.judged(own).values() if self.variant in each.verdicts]
+    def _point(self, value: int, facts: Run) -> Point:
+        builds = [judged for judged in judge.judged(facts).values() if self.variant in judged.verdicts]
         if not builds:
             return Point(value, FAILED, "nothing was measured")
-        best = next((each for each in builds if each.build.variants[self.variant].blocks), builds[0])
+        best = next((judged for judged in builds if judged.build.variants[self.variant].blocks), builds[0])
         for name in (best.base or best.build.anchor or "eager", self.variant):
             verdict = best.verdicts.get(name)
             if verdict is not None and verdict.status != PASS:
                 return Point(value, verdict.status, verdict.reason)
-        asked, held = best.build.asked_layers, best.build.config.get("layers")
-        if asked is not None and isinstance(held, int) and held < asked:
-            return Point(value, "oom", f"it ran with --layers {held} in the place of {asked}, which does not fit")
+        asked_layers, held = best.build.asked_layers, best.build.config.get("layers")
+        if asked_layers is not None and isinstance(held, int) and held < asked_layers:
+            return Point(
+                value, "oom", f"it ran with --layers {held} in the place of {asked_layers}, which does not fit"
+            )
         if best.ratio_of(self.variant, bool(self.load)) is None:
             return Point(value, FAILED, f"no cycle beside {best.base}")
         return Point(value, PASS, own=best)
@@ -205,12 +207,12 @@ class Sweep:
         return "\n".join(map(printable, lines))
 
     def _row(self, point):
-        own, busy = point.own, bool(self.load)
-        ratio = own.ratio_of(self.variant, busy) if own else None
-        if own is None or ratio is None:
+        judged, busy = point.own, bool(self.load)
+        ratio = judged.ratio_of(self.variant, busy) if judged else None
+        if judged is None or ratio is None:
             return (str(point.value), "", "", "", "", point.status, "", "", "")
-        issue_ms, busy_ms = milliseconds(own.issue_ms(own.base, busy)), milliseconds(own.busy_ms(own.base))
-        at_most = run_table.times(own.ceiling(self.variant, busy))
+        issue_ms, busy_ms = milliseconds(judged.issue_ms(judged.base, busy)), milliseconds(judged.busy_ms(judged.base))
+        at_most = run_table.times(judged.ceiling(self.variant, busy))
         return (str(point.value), *run_table.ratio_cells(ratio), intervals.word(ratio), issue_ms, busy_ms, at_most)
 
 
@@ -220,8 +222,8 @@ def _variants(variant, described) -> list[str]:
     if variant not in known or variant == "eager":
         others = [name for name in known if name != "eager"]
         raise Mistake(f"unknown variant {variant!r}, --variant takes one of {', '.join(others)}")
-    own = set(builds.get(variant, [""]))
-    others = [name for name in script.eagers_of(described) if own & set(builds.get(name, [""]))]
+    builds_of_variant = set(builds.get(variant, [""]))
+    others = [name for name in script.eagers_of(described) if builds_of_variant & set(builds.get(name, [""]))]
     return ["eager", *(name for name in others if name not in ("eager", variant)), variant]
 
 

@@ -27,15 +27,15 @@ def outcome(folder: Path, job: str) -> str | None:
 
 def collate(folder: Path, job: str) -> tuple[list[Run], list[str]]:
     """Print the tables of one task; return its runs, and what is wrong with it, in words."""
-    found, damaged = run_file.find(folder) if folder.is_dir() else ([], [])
+    runs, damaged = run_file.find(folder) if folder.is_dir() else ([], [])
     # The folder may hold other runs; a job of an array has an id of its own besides.
-    found = [(path, run) for path, run in found if job in map(run.host.slurm.get, ("job_id", "array_job_id"))]
-    for path, run in found:
+    runs = [(path, run) for path, run in runs if job in map(run.host.slurm.get, ("job_id", "array_job_id"))]
+    for path, run in runs:
         print(f"{path}\n{run.begin_utc} to {run.end_utc}\n\n{run_table.report(run)}\n", flush=True)
     for path in sorted(folder.rglob(f"*{partial.SUFFIX}")):
         print(f"not at its end: {path}\n", flush=True)
     fault = outcome(folder, job)
-    return [run for _, run in found], [*([fault] if fault else []), *damaged, *([] if found else ["no run"])]
+    return [run for _, run in runs], [*([fault] if fault else []), *damaged, *([] if runs else ["no run"])]
 
 
 def main(argv=None) -> int:
@@ -46,8 +46,8 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     runs, failed = [], 0
     for folder in args.folders:
-        own, faults = collate(folder, args.job)
-        runs += own
+        task_runs, faults = collate(folder, args.job)
+        runs += task_runs
         failed += bool(faults)
         for fault in faults:
             print(f"failed: {folder}: {fault}", flush=True)

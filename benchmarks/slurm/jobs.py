@@ -67,11 +67,11 @@ def _signals_wait():
 
 
 def _submitted(command, environment) -> str:
-    said = _call(command, environment)
+    output = _call(command, environment)
     # On a federation: ID;CLUSTER.
-    match = re.search(r"^([0-9]+)(;.*)?$", said, re.MULTILINE)
+    match = re.search(r"^([0-9]+)(;.*)?$", output, re.MULTILINE)
     if match is None:
-        raise SlurmRefused(f"sbatch names no job: {said.strip()!r}; see squeue --me")
+        raise SlurmRefused(f"sbatch names no job: {output.strip()!r}; see squeue --me")
     return match[1]
 
 
@@ -79,8 +79,8 @@ def _call(command, environment) -> str:
     """Run a command of Slurm and return its output. Raises Refused."""
     answer = _run(command, environment)
     if answer.returncode:
-        said = answer.stderr.strip() or answer.stdout.strip() or f"{command[0]}: exit status {answer.returncode}"
-        raise SlurmRefused(" | ".join(dict.fromkeys(said.splitlines())))
+        message = answer.stderr.strip() or answer.stdout.strip() or f"{command[0]}: exit status {answer.returncode}"
+        raise SlurmRefused(" | ".join(dict.fromkeys(message.splitlines())))
     return answer.stdout
 
 
@@ -98,5 +98,5 @@ def _run(command, environment):
     except FileNotFoundError:
         return subprocess.CompletedProcess(command, 127, "", f"no {command[0]} on PATH")
     except subprocess.TimeoutExpired:
-        said = f"{command[0]} gives no answer in {SLURM_LIMIT_S} s; see squeue --me"
-        return subprocess.CompletedProcess(command, 124, "", said)
+        message = f"{command[0]} gives no answer in {SLURM_LIMIT_S} s; see squeue --me"
+        return subprocess.CompletedProcess(command, 124, "", message)

@@ -47,14 +47,14 @@ def begin(folder: Path, job: str) -> None:
 def judge(folder: Path, job: str) -> tuple[bool, str]:
     """Return whether the job goes back into the queue, and why; remembers how much stands if so."""
     memory = _memory(folder, job)
-    found, most = standing(folder), json.loads(memory.read_text()) if memory.exists() else [0, 0]
-    what = f"{found[0]} runs and {found[1]} facts of runs that were begun"
-    if found <= most:
+    counts, most = standing(folder), json.loads(memory.read_text()) if memory.exists() else [0, 0]
+    what = f"{counts[0]} runs and {counts[1]} facts of runs that were begun"
+    if counts <= most:
         return False, (
             f"{what} stand, and no fewer did before ({most[0]} and {most[1]}): ask for more time (TIME=, --time) or, "
             "as other nodes begin runs of their own, for certain nodes (SBATCH=nodelist=...)"
         )
-    memory.write_text(json.dumps(found))
+    memory.write_text(json.dumps(counts))
     return True, f"{what} stand, more than before; back into the queue for the rest"
 
 
