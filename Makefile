@@ -16,7 +16,7 @@ python = "$${make_PYTHON:-.venv/bin/python}"
 setup = @$(if $(make_PYTHON),:,./setup.sh)
 from_make = @$(python) -m benchmarks.from_make
 
-.PHONY: help bench measure census doctor host watch publish sweep compare plots readme submit test test-slow long lint format te clean
+.PHONY: help bench measure census doctor host watch publish sweep compare frame plots readme submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -35,11 +35,13 @@ help: ## this list
 # MINUTES    ## bench, measure, submit: go on with cycles so long; census, sweep, submit with OVER: start nothing late
 # NGPU       ## bench, measure, doctor, sweep, submit: number of GPUs, or of ranks on the CPU (1)
 # HOST_LOAD  ## bench, measure, sweep, submit: busy processes in every second cycle (0); host: their number (cores)
-# OUT        ## bench, measure, census, sweep, submit: root of the runs (runs); compare, plots: what is read (results)
+# OUT        ## bench, measure, census, sweep, submit: root of the runs (runs); compare, frame, plots: what is read (results)
 # LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)
 # CONTROL    ## bench: =0 leaves out the control, the base once more as if it were a variant
 # STEP       ## measure, doctor: your own training step, as in STEP=my_step.py:build (docs/your_step.md)
 # RUN        ## publish: a run file
+# TABLE      ## frame: points (a row a run, build, variant and number of busy processes), rows, archive, faults
+# TO         ## frame: the file, of csv or parquet, as in TO=rows.csv (runs/frame.csv)
 # BASE       ## compare: earlier results; fails where OUT has changed from them, up or down
 # OVER       ## sweep, submit: the quantity that varies, as in OVER=batch; the model says which it has
 # VALUES     ## sweep, submit: values of OVER, as in VALUES=1,2,4
@@ -89,6 +91,10 @@ sweep: ## MODEL at several VALUES of the quantity OVER, and a table of all
 compare: ## tables of all results, of the runs in OUT, or of OUT against BASE
 	$(setup) core
 	$(from_make) compare
+
+frame: ## a TABLE of all results, or of the runs in OUT, as csv or parquet
+	$(setup) core
+	$(from_make) frame
 
 plots: ## figures of all results, or of the runs in OUT, into its figures/
 	$(setup) core plots

@@ -10,13 +10,15 @@ Exit status: 0; 1 where a file could not be read, which is named; 2 for a mistak
 import sys
 from pathlib import Path
 
-from benchmarks import runs
+from benchmarks import frame
+from benchmarks.frame import Results
 from benchmarks.pages import tables
 from graph_worth.harness import command
 from graph_worth.harness.command import Mistake, shown
+from graph_worth.harness.pages.cells import counted
 
 
-def found_in(root: str) -> runs.Found:
+def found_in(root: str) -> Results:
     """The runs below a folder.
 
     Raises:
@@ -25,7 +27,7 @@ def found_in(root: str) -> runs.Found:
     path = Path(root)
     if not path.is_dir():
         raise Mistake(f"{root}: no such folder")
-    results = runs.read(path)
+    results = frame.load(path)
     if not results.runs and not results.faults:
         raise Mistake(f"{root}: no run is there; make bench MODEL=... makes one")
     return results
@@ -34,20 +36,18 @@ def found_in(root: str) -> runs.Found:
 def report(args) -> int:
     """Print the tables."""
     results = found_in(args.root)
-    rows = [row for row in results.rows if args.model in (None, row.workload.model)]
-    if args.model and not rows:
-        known = ", ".join(sorted({row.workload.model for row in results.rows}))
+    rows = results.rows[results.rows["model"] == args.model] if args.model else results.rows
+    if args.model and rows.empty:
+        known = ", ".join(sorted(results.rows["model"].unique()))
         raise Mistake(f"--model {args.model}: {args.root} has runs of {known or 'no model'}")
-    if rows:
-        print(tables.screen(rows, args.wide))
+    if len(rows):
+        print(tables.screen(results, rows, args.wide))
     for fault in results.faults:
         print(f"left out: {fault}")
-    if rows:
-        hosts = runs.counted(len({run.host.boot for _, run in results.runs}), "host")
+    if len(rows):
+        hosts = counted(len({run.host.boot for _, run in results.runs}), "host")
         where = f"{hosts} in {shown(Path(args.root))}"
-        print(
-            f"\n{runs.counted(len(results.runs), 'run')} on {where}. docs/method.md: how to read them; (3): 3 archived"
-        )
+        print(f"\n{counted(len(results.runs), 'run')} on {where}. docs/method.md: how to read them; (3): 3 archived")
     return 1 if results.faults else 0
 
 

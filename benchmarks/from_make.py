@@ -16,7 +16,8 @@ import sys
 
 # What programs need. pip knows xdist under another name.
 MEASURE, TABLES = ("torch", "numpy", "scipy", "msgspec"), ("numpy", "scipy", "msgspec")
-FIGURES, TEST = (*TABLES, "matplotlib"), (*MEASURE, "pandas", "pytest", "xdist")
+TEST, TABLES_OF_RUNS = (*MEASURE, "pandas", "pytest", "xdist"), (*TABLES, "pandas")
+FIGURES = (*TABLES_OF_RUNS, "matplotlib")
 PIP = {"xdist": "pytest-xdist"}
 TESTS = ["pytest", "--dist"]
 
@@ -28,10 +29,11 @@ TARGETS = {
     "doctor": (["benchmarks.measure", "--doctor"], MEASURE),
     "host": (["benchmarks.host"], MEASURE),
     "watch": (["benchmarks.watch"], ()),
-    "publish": (["benchmarks.publish", "RUN"], TABLES),
+    "publish": (["benchmarks.publish", "RUN"], TABLES_OF_RUNS),
     "sweep": (["benchmarks.sweep"], MEASURE),
     "submit": (["benchmarks.submit"], TABLES),
-    "compare": (["benchmarks.compare", "OUT"], TABLES),
+    "compare": (["benchmarks.compare", "OUT"], TABLES_OF_RUNS),
+    "frame": (["benchmarks.frame", "OUT"], TABLES_OF_RUNS),
     "plots": (["benchmarks.plot", "OUT"], FIGURES),
     "readme": (["benchmarks.overview"], FIGURES),
     "test": ([*TESTS, "worksteal", "-n", "3", "-m", "not slow and not slurm and not gpu and not long"], TEST),

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from benchmarks.compare import found_in
-from benchmarks.runs import Row
+from benchmarks.frame import Results, Row, timed
 from graph_worth.harness import command, intervals
 from graph_worth.harness.command import Mistake
 from graph_worth.text import printable
@@ -42,45 +42,51 @@ class Change:
         if self.new is None:
             return f"{self.name}: {self.old.status} before, gone now"
         if self.change is None or self.bound is None:
-            reason = self.new.newest.verdict.reason
-            why = f" ({reason})" if reason else ""
+            why = f" ({self.new.reason})" if self.new.reason else ""
             return printable(f"{self.name}: {self.old.status} before, {self.new.status} now{why}")
-        hosts = "" if min(len(self.old.hosts), len(self.new.hosts)) >= intervals.LEAST_HOSTS else ", on few hosts"
-        numbers = f"{self.old.ratio:.3f}x before, {self.new.ratio:.3f}x now"
+        hosts = "" if min(self.old.hosts, self.new.hosts) >= intervals.LEAST_HOSTS else ", on few hosts"
+        numbers = f"{self.old.gain:.3f}x before, {self.new.gain:.3f}x now"
         chance = f"chance is {100 * self.bound:.1f} %" if self.bound < 10 else "too few cycles to tell"
         return f"{self.name}: {numbers}: {100 * self.change:+.1f} %, {chance}{hosts}"
 
 
-def changes(old: list[Row], new: list[Row]) -> list[Change]:
+def changes(old: Results, new: Results) -> list[Change]:
     """Each variant of the workloads that are on both sides, of one kind of GPU; controls left out."""
     # Of several bases the one with most runs stands first.
     before, now = (
-        {(row.workload, row.variant): row for row in reversed(rows) if not row.control} for rows in (old, new)
+        {(row.where, row.variant): row for row in reversed(results.records(~results.rows["control"]))}
+        for results in (old, new)
     )
     again = {workload for workload, _ in now}
-    pairs = [(row, now.get(key)) for key, row in before.items() if key[0] in again and (key in now or row.ratio)]
-    both = sum(new_row is not None and None not in (row.ratio, new_row.ratio) for row, new_row in pairs)
-    return [_change(row, new_row, both) for row, new_row in pairs]
+    pairs = [(row, now.get(key)) for key, row in before.items() if key[0] in again and (key in now or row.gain)]
+    both = sum(new_row is not None and None not in (row.gain, new_row.gain) for row, new_row in pairs)
+    changed = []
+    for row, new_row in pairs:
+        name = f"{row.workload} {row.variant}"
+        if new_row is None or row.gain is None or new_row.gain is None or row.base != new_row.base:
+            changed.append(Change(name, row, new_row, None, None))
+        else:
+            sides = [_spread(old, row), _spread(new, new_row)]
+            changed.append(Change(name, row, new_row, new_row.gain / row.gain - 1, _bound(sides, both)))
+    return changed
 
 
-def _change(old, new, both):
-    name = f"{old.workload.name} {old.variant}"
-    if new is None or old.ratio is None or new.ratio is None or old.base != new.base:
-        return Change(name, old, new, None, None)
-    sides = [_spread(old), _spread(new)]
+def _bound(sides, both):
+    """The change that chance may make of a ratio, of so many on both sides."""
     variance = sum(error**2 for error, _ in sides)
     # Welch and Satterthwaite.
     freedom = variance**2 / sum(error**4 / free for error, free in sides) if variance else 1.0
     factor = intervals.student_t(1 - (1 - intervals.CONFIDENCE) / both / 2, freedom)
-    return Change(name, old, new, new.ratio / old.ratio - 1, math.expm1(min(factor * math.sqrt(variance), 50.0)))
+    return math.expm1(min(factor * math.sqrt(variance), 50.0))
 
 
-def _spread(row):
+def _spread(results, row):
     """(standard error of the logarithm of the ratio, degrees of freedom): of its runs, or of one run's cycles."""
-    if len(row.ratios) > 1:
-        logs = [math.log(ratio.ratio) for ratio in row.ratios]
+    ratios = timed(results.points[results.points["row"] == row.row])
+    if len(ratios) > 1:
+        logs = [math.log(ratio) for ratio in ratios["ratio"]]
         return intervals.deviation(logs) / math.sqrt(len(logs)), len(logs) - 1
-    (ratio,) = row.ratios
+    (ratio,) = ratios.itertuples()
     if ratio.cycles < 2:
         return 50.0, 1
     freedom = ratio.cycles - 1
@@ -92,7 +98,7 @@ def judge(args) -> int:
     old, new = found_in(args.against), found_in(args.root)
     for fault in (*old.faults, *new.faults):
         print(f"left out: {fault}")
-    every = changes(old.rows, new.rows)
+    every = changes(old, new)
     if not any(change.change is not None or change.is_changed for change in every):
         raise Mistake(f"{args.root} and {args.against} have no timed variant in common")
     changed = [change for change in every if change.is_changed]

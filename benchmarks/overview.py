@@ -8,17 +8,19 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks import runs
+from pandas import DataFrame
+
+from benchmarks import frame
 from benchmarks.compare import found_in
+from benchmarks.frame import Results
 from benchmarks.pages import readme, tables
 from benchmarks.pages.markdown import in_markdown
-from benchmarks.runs import Row
 from graph_worth.files import write_text
 from graph_worth.folders import ROOT
 from graph_worth.harness import command
 from graph_worth.harness.command import shown
-from graph_worth.harness.files.workload import Workload
 from graph_worth.harness.judge import PASS
+from graph_worth.harness.pages.cells import counted
 
 # A table for people has at most eight columns.
 TIME = ("workload", "variant", "typical ms", "issue ms", "busy ms", "reached", "kernels", "in graphs")
@@ -27,16 +29,16 @@ OTHER = ("workload", "variant", "parity", "TFLOP/s", "J a step", "MHz", "capture
 CALLS = {"operator": "operator us", "linear": "linear layer us", "graph": "graph launch us"}
 
 
-def page_of(results: runs.Found, page: Path) -> str:
+def page_of(results: Results, page: Path) -> str:
     """The text of overview.md."""
     hosts = len({run.host.boot for _, run in results.runs})
-    machines = runs.of_machines(results.rows)
+    machines = tables.by_machine(results.rows)
     hosts_table = _hosts(results)
     names = ["Best rows", *machines, "Step / busy as a ceiling"]
     names += [*(["Hosts"] if hosts_table else []), *(["Left out"] if results.faults else [])]
     parts = [
         "# All runs",
-        f"{runs.counted(len(results.runs), 'run')} on {runs.counted(hosts, 'host')}. "
+        f"{counted(len(results.runs), 'run')} on {counted(hosts, 'host')}. "
         "[How they were made](../docs/method.md). All fields: [overview.csv](overview.csv).",
         "\n".join(f"- [{in_markdown(name)}](#{_anchor(name)})" for name in names),
         "## Best rows",
@@ -50,14 +52,14 @@ def page_of(results: runs.Found, page: Path) -> str:
         "measured once more. Workloads with the largest gain come first.",
     ]
     for machine, rows in machines.items():
-        timed = _largest_gain_first([row for row in rows if row.status == PASS])
+        timed = frame.records(_largest_gain_first(rows[rows["status"] == PASS]))
         parts += [f"## {in_markdown(machine)}", tables.rows_as_markdown(timed, page)]
-        left = tables.as_list(tables.not_timed(rows))
+        left = tables.as_list(tables.not_timed(results, rows))
         parts += ["Without a number:", left] if left else []
         parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, TIME)]
         parts += ["Parity, rate, energy, capture and memory:", tables.rows_as_markdown(timed, page, OTHER)]
-    missed = readme.misses(results.rows)
-    parts += ["## Step / busy as a ceiling", readme.ceiling_text(results.rows)]
+    missed = readme.misses(results.points)
+    parts += ["## Step / busy as a ceiling", readme.ceiling_text(results.points)]
     if missed:
         parts.append("Graphs that stayed more than 5 % below it. A GPU that does not wait for its host clocks lower:")
         parts.append(tables.as_list(missed))
@@ -69,7 +71,7 @@ def page_of(results: runs.Found, page: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _hosts(results: runs.Found) -> str:
+def _hosts(results: Results) -> str:
     """The table of hosts whose runs have the times of single calls; "" without any."""
     by_boot: dict[str | None, list] = {}
     for _, run in results.runs:
@@ -92,16 +94,14 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
 
 
-def _largest_gain_first(rows: list[Row]) -> list[Row]:
+def _largest_gain_first(rows: DataFrame) -> DataFrame:
     """The rows of a workload together, by the largest gain of a graph of it."""
-    gains: dict[Workload, float] = {}
-    for row in rows:
-        gain = row.ratio if row.kind == "graph" and row.ratio else 0.0
-        gains[row.workload] = max(gain, gains.get(row.workload, 0.0))
-    return sorted(rows, key=lambda row: -gains[row.workload])
+    gains = rows["gain"].where(rows["kind"] == "graph", 0.0).fillna(0.0)
+    most = gains.groupby([rows[name] for name in frame.WORKLOAD]).transform("max")
+    return rows.loc[most.sort_values(ascending=False, kind="stable").index]
 
 
-def wanted(results: runs.Found, root: Path = ROOT) -> dict[Path, str]:
+def wanted(results: Results, root: Path = ROOT) -> dict[Path, str]:
     """Every file that is not what the runs say, with its right text."""
     page, sheet = results.root / "overview.md", results.root / "overview.csv"
     texts = {page: page_of(results, page), sheet: tables.as_csv(results.rows)}

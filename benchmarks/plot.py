@@ -11,13 +11,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from benchmarks import runs
+from benchmarks import frame
 from graph_worth.files import write_text
 from graph_worth.harness import command
 from graph_worth.harness.command import Mistake, shown
+from graph_worth.harness.pages.cells import counted
 
 
-def draw(results: runs.Found, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+def draw(results: frame.Results, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Write the figures as SVG; return the title of each that was drawn, and the reason of each that was not."""
     from benchmarks.figures import front, style
 
@@ -42,7 +43,7 @@ def work(args) -> int:
         raise Mistake(f"{root}: no such folder")
     if importlib.util.find_spec("matplotlib") is None:
         raise Mistake("no matplotlib here, figures need it: ./setup.sh plots")
-    results, folder = runs.read(root), Path(args.out) if args.out else root / "figures"
+    results, folder = frame.load(root), Path(args.out) if args.out else root / "figures"
     for fault in results.faults:
         print(f"left out: {fault}")
     if not results.runs:
@@ -53,7 +54,7 @@ def work(args) -> int:
         print(f"{name}: {title}")
     for name, reason in left_out.items():
         print(f"not drawn: {name}: {reason}")
-    print(f"{runs.counted(len(drawn), 'figure')} in {shown(folder)}")
+    print(f"{counted(len(drawn), 'figure')} in {shown(folder)}")
     return 0 if drawn else 1
 
 

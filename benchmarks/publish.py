@@ -11,8 +11,6 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks import runs
-from benchmarks.pages import tables
 from graph_worth.files import write_text
 from graph_worth.folders import ROOT
 from graph_worth.harness.command import parser_of
@@ -21,6 +19,7 @@ from graph_worth.harness.files.facts import Census, Run, digits, folder_of
 from graph_worth.harness.files.run_file import CENSUS
 from graph_worth.harness.intervals import LEAST_CYCLES
 from graph_worth.harness.judge import judged
+from graph_worth.harness.pages.cells import hosts_text
 from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.machine.source import last_commits, source_hash_of_commit
 from graph_worth.text import printable
@@ -133,22 +132,30 @@ def _why_not(run: Run) -> str:
 
 def added(path: Path, results: Path) -> list[str]:
     """Return a line for each row that a file would add to: its times, and the hosts that the row has without it."""
+    # Copying a file needs no pandas.
+    from benchmarks import frame
+    from benchmarks.pages import tables
+
     content = run_file.read_all(path)
     runs_with_path = [(path, run) for run in _runs_of(content)]
-    before = {(row.workload, row.variant, row.base): row for row in runs.read(results).rows}
+    published = frame.load(results)
+    before = {(row.where, row.variant, row.base): row for row in published.records()}
+    points = frame.measured(frame.points_of(runs_with_path))
     lines = []
-    for row in runs.rows_of(runs_with_path):
+    for row in frame.records(frame.rows(points)):
         if row.kind == "eager" or row.control or not row.headline:
             continue
-        name = f"{row.workload.machine}, {row.workload.name} {row.variant}"
-        old = before.get((row.workload, row.variant, row.base))
+        name = f"{row.machine}, {row.workload} {row.variant}"
+        old = before.get((row.where, row.variant, row.base))
         if row.base_ms is None or row.ms is None:
-            lines.append(f"{name}: {row.status} ({row.newest.verdict.reason})")
+            lines.append(f"{name}: {row.status} ({row.reason})")
             continue
-        hosts = {host.host for host in old.hosts} if old else set()
-        kind = "a host more" if row.hosts[0].host not in hosts else "a run more of a known host"
-        had = f"{old.hosts_text} before, {tables.gain(old)}" if old and old.hosts else "the first"
-        lines.append(f"{name}: {kind} ({had}): {digits(row.base_ms)} / {digits(row.ms)} ms, {tables.gain(row)}")
+        hosts = published.hosts["host"][published.hosts["row"] == old.row] if old else []
+        kind = "a host more" if str(runs_with_path[0][1].host.boot) not in {*hosts} else "a run more of a known host"
+        known = f"{hosts_text(old.hosts, old.archived_hosts)} before, {tables.gain(old)}" if old and old.hosts else ""
+        lines.append(
+            f"{name}: {kind} ({known or 'the first'}): {digits(row.base_ms)} / {digits(row.ms)} ms, {tables.gain(row)}"
+        )
     return lines
 
 

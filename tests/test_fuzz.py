@@ -19,7 +19,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from benchmarks import gate, overview, publish, runs
+from benchmarks import frame, gate, overview, publish
 from benchmarks.pages import readme, tables
 from common.data import safetensors_file, token_files
 from common.data.checkpoint import open_checkpoint, parts_of
@@ -75,19 +75,19 @@ def damaged(data: bytes, edits) -> bytes:
 
 def _run(path):
     """All that reads run files: tables for a screen and for pages, figures' data, the gate, publish."""
-    found = runs.read(path.parent)
+    found = frame.load(path.parent)
     for _, run in found.runs:
         run_table.report(run)
         report.page_of(run)
         publish.why_not(run)
     for fault in found.faults:
         assert fault.isprintable()
-    assert all(line.isprintable() for line in tables.screen(found.rows, wide=True).splitlines())
+    assert all(line.isprintable() for line in tables.screen(found, found.rows, wide=True).splitlines())
     tables.as_csv(found.rows)
     overview.page_of(found, path.parent / "overview.md")
     for table in readme._TABLES.values():
         table(found, path.parent / "README.md", "gpt3")
-    for change in gate.changes(found.rows, found.rows):
+    for change in gate.changes(found, found):
         change.text()
 
 

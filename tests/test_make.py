@@ -49,6 +49,7 @@ def test_variables_become_flags_and_empty_ones_do_not(machine):
         ("compare", ["OUT=runs/a b", "ARGS=--wide"], "compare runs/a b --wide"),
         ("compare", ["OUT= ", "BASE="], "compare results"),
         ("compare", ["BASE=old c"], "gate results --against=old c"),
+        ("frame", ["OUT=runs", "TABLE=rows", "TO=a b.csv"], "frame runs --table=rows --to=a b.csv"),
         ("readme", [], "plot results"),
     ],
 )
@@ -156,6 +157,7 @@ TAKERS = {
     "submit": ("SBATCH", "IMAGE"),
     "publish": ("RUN",),
     "compare": ("OUT", "BASE"),
+    "frame": ("OUT", "TO"),
 }
 
 
@@ -189,7 +191,7 @@ def test_a_value_is_never_a_command(seeing, value):
     for target, names in TAKERS.items():
         words = words_of(seeing, target, *(f"{name}={value}" for name in names))
         for name in names:
-            if name == "RUN" or (target, name) == ("compare", "OUT"):
+            if name == "RUN" or (name, target) in (("OUT", "compare"), ("OUT", "frame")):
                 assert words[2] == f"{'./' if value[0] == '-' else ''}{value.strip()}"
             else:
                 flag = "--against" if name == "BASE" else f"--{name.lower()}"

@@ -7,7 +7,7 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import overview, plot, runs
+from benchmarks import frame, overview, plot
 from benchmarks.pages import tables
 from graph_worth.folders import ROOT
 from graph_worth.harness import judge
@@ -44,7 +44,7 @@ def found(checkout):
     host = replace(run.host, gpus=[Gpu(**gpu) for gpu in H200])
     on_gpu = replace(run, preset="bench", host=host)
     write(on_gpu, checkout / "results" / "h200x1" / "my_model-bench")
-    return runs.read(checkout / "results")
+    return frame.load(checkout / "results")
 
 
 def test_the_script_to_start_from_stays_small():
@@ -85,7 +85,7 @@ def test_it_is_measured(checkout):
 
 
 def test_it_is_in_the_tables_and_pages(checkout, found):
-    screen = tables.screen(found.rows)
+    screen = tables.screen(found, found.rows)
     assert "my_model/bench" in screen and "graph_step" in screen
     pages = {path.relative_to(checkout).as_posix(): text for path, text in overview.wanted(found, checkout).items()}
     assert set(pages) == {"results/overview.md", "results/overview.csv", "my_model/README.md"}

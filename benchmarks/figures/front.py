@@ -3,15 +3,16 @@
 from collections.abc import Callable, Sequence
 
 from matplotlib.ticker import FixedLocator, NullLocator
+from pandas import DataFrame
 
-from benchmarks import runs
 from benchmarks.figures import rank_variation, style
 from benchmarks.figures.style import BAND, INK, KINDS, MARKS, SMALL, NotDrawn, Page
+from benchmarks.frame import Results
 from benchmarks.pages import headlines
-from benchmarks.pages.headlines import Headline
-from benchmarks.runs import Found, HostMeans, Reached
+from benchmarks.pages.headlines import Headline, HostMeans
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.intervals import NEAR
+from graph_worth.harness.pages.cells import counted, span
 
 TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
 # Inches.
@@ -21,14 +22,14 @@ LEFT, GAP, TALL = 2.95, 0.62, 2.5
 LONGEST = 40  # letters of a name
 
 
-def gain(results: Found) -> Page:
+def gain(results: Results) -> Page:
     """Draw a row of hosts for each workload, and every graph beside its ceiling; raise NotDrawn without any graph."""
     lines = headlines.of(results)
     if not lines:
         raise NotDrawn("no graph on a GPU has a gain")
-    reached = [mark for mark in runs.reached(runs.on_gpus(results.rows)) if not mark.point.is_busy]
-    names = {gpu.gpu for line in lines for gpu in line.gpus}
-    names |= {headlines.short(mark.row.workload.gpu) for mark in reached}
+    reached = results.points[results.points["reached"].notna() & (results.points["busy_processes"] == 0)]
+    reached = reached.assign(short=reached["gpu"].map(headlines.short), gain=reached["ceiling"] * reached["reached"])
+    names = {gpu.gpu for line in lines for gpu in line.gpus} | {*reached["short"]}
     gpus = {name: MARKS[index % len(MARKS)] for index, name in enumerate(sorted(names, reverse=True))}
     note = "Left: a mark is one host's mean step, over the graph's median with that GPU. Right: a mark is a graph in "
     note += "one run; the line is its ceiling, the eager step / the time that the GPU is busy in it."
@@ -77,8 +78,7 @@ def _hosts(page: Page, lines: Sequence[Headline], gpus: dict[str, str]) -> None:
         top = index * ROW
         if index:
             axes.axhline(top, color=style.GRID, linewidth=0.7)
-        low, high = (f"{value:.2f}" for value in line.gain)
-        text = f"{low}x" if low == high else f"{low} to {high}x"
+        text = span(*line.gain, ".2f", "x")
         room = LEFT - page.MARGIN - style.width_of(text, SMALL) - 0.2
         page.text(page.MARGIN, 0.1 + top + NAME_Y, _fitting(line, room), va="center", fontsize=9, fontweight="bold")
         page.text(LEFT, 0.1 + top + NAME_Y, text, va="center", ha="right", fontsize=SMALL)
@@ -87,7 +87,7 @@ def _hosts(page: Page, lines: Sequence[Headline], gpus: dict[str, str]) -> None:
             y = top + MARKS_Y + APART * (list(gpus).index(gpu.gpu) - (len(gpus) - 1) / 2)
             for host in gpu.hosts:
                 for kind, time in zip(("eager", "graph"), _times(host), strict=True):
-                    face = "#ffffff" if host.is_archived else KINDS[kind]
+                    face = "#ffffff" if host.archived else KINDS[kind]
                     look = {"color": KINDS[kind], "mfc": face, "marker": gpus[gpu.gpu], "markersize": 5.5}
                     layer = 3 + (kind == "graph")
                     axes.plot(time / gpu.ms, y, zorder=layer, gid=f"{kind}-host", clip_on=False, **look)
@@ -108,12 +108,12 @@ def _fitting(line: Headline, room: float) -> str:
     return f"{text}..."
 
 
-def _ceilings(page: Page, reached: Sequence[Reached], gpus: dict[str, str]) -> None:
+def _ceilings(page: Page, reached: DataFrame, gpus: dict[str, str]) -> None:
     """The right side: gain by ceiling, and the line that no graph passes."""
     left = LEFT + GAP
     axes = page.axes(left, 0.1, page.WIDTH - page.MARGIN - left, TALL)
     axes.set(xscale="log", yscale="log", xlabel="your step / busy", ylabel="gain")
-    ends = [value for mark in reached for value in (mark.ceiling, mark.gain)]
+    ends = [*reached["ceiling"], *reached["gain"]]
     limits = min(0.9, *ends, 1) / 1.05, max(2.0, *ends, 1) * 1.15
     axes.set(xlim=limits, ylim=limits)
     axes.set_ylabel("gain", labelpad=1)
@@ -122,8 +122,8 @@ def _ceilings(page: Page, reached: Sequence[Reached], gpus: dict[str, str]) -> N
     _ticks(axes.yaxis, limits, axes.bbox.height / axes.figure.dpi / 0.3)
     axes.fill_between(limits, [value * (1 - NEAR) for value in limits], limits, color=BAND, linewidth=0, zorder=0.5)
     axes.plot(limits, limits, color=INK, linewidth=1.2, gid="ceiling")
-    for mark in reached:
-        colour, marker = KINDS[mark.row.kind], gpus[headlines.short(mark.row.workload.gpu)]
+    for mark in reached.itertuples():
+        colour, marker = KINDS[mark.kind], gpus[mark.short]
         axes.plot(mark.ceiling, mark.gain, color=colour, marker=marker, markersize=5.5, zorder=4, gid="point")
 
 
@@ -132,7 +132,7 @@ def _legend(page: Page, lines: Sequence[Headline], gpus: dict[str, str]) -> None
     left, top = LEFT + GAP - 0.15, 0.1 + TALL + 0.6
     parts = [(name, mark, INK, INK) for name, mark in gpus.items()]
     parts += [(text, "s", KINDS[kind], KINDS[kind]) for kind, text in (("eager", "eager"), ("graph", "graph"))]
-    if any(host.is_archived for line in lines for host in line.hosts):
+    if any(host.archived for line in lines for host in line.hosts):
         parts.append(("hollow: archived run", "o", INK, "#ffffff"))
     room = 0.2 * len(parts)
     axes = page.axes(left, top, 0.2, room)
@@ -159,11 +159,11 @@ def _footer(used: Sequence[Run], lines: Sequence[Headline]) -> str:
     """Return number of measured workloads, hosts, days and versions of torch."""
     torch = sorted({str(run.versions["torch"]) for run in used if run.versions.get("torch")})
     days = sorted({run.begin_utc[:10] for run in used})
-    text = f"{runs.counted(len(used), 'workload')} on {runs.counted(len({run.host.boot for run in used}), 'host')}"
-    archived = {host.host for line in lines for host in line.hosts if host.is_archived}
+    text = f"{counted(len(used), 'workload')} on {counted(len({run.host.boot for run in used}), 'host')}"
+    archived = {host.host for line in lines for host in line.hosts if host.archived}
     text += f", {len(archived)} archived" if archived else ""
     text += "; " + " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
     return text + (f"; torch {', '.join(torch)}" if torch else "")
 
 
-FIGURES: dict[str, Callable[[Found], Page]] = {"gain": gain, "ranks": rank_variation.ranks}
+FIGURES: dict[str, Callable[[Results], Page]] = {"gain": gain, "ranks": rank_variation.ranks}

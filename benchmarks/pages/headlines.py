@@ -1,29 +1,46 @@
 """The workloads of the front page: one graph of each beside eager, on every host with any type of GPU.
 
-A headline is wider than a row of `benchmarks.runs`: it has H100 and H200, the number of layers that each GPU held, and
+A headline is wider than a row of `benchmarks.frame`: it has H100 and H200, the number of layers that each GPU held, and
 the archive's hosts. Earlier files of a user's step count where eager makes the same kernels.
 """
 
 import statistics as plain
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks import runs
+import pandas as pd
+from pandas import DataFrame
+
+from benchmarks import frame
 from benchmarks.archive import SAME_KERNELS
+from benchmarks.frame import Results
 from benchmarks.pages import published
-from benchmarks.runs import HostMeans, Range, Row
 from graph_worth.folders import OWN_STEP
-from graph_worth.harness.files.facts import Run, stem
+from graph_worth.harness.files.facts import stem
 from graph_worth.harness.files.workload import Workload
+from graph_worth.harness.judge import PASS
+from graph_worth.harness.pages.cells import is_missing
 
 # Names of the example steps, as their projects write them.
 STEPS = {"muon": "Muon", "nanogpt": "nanoGPT", "rssm": "RSSM", "detr": "DETR"}
 # A gain from here on pays; below SMALL nobody would notice it.
 LARGE, SMALL = 1.2, 1.05
 Key = tuple[str, str, str]
+# A headline's workload and one of its graphs, with one type of GPU that held one number of layers.
+_ON_GPU = ["key", "variant", "short", "preset"]
+
+
+class HostMeans(NamedTuple):
+    """A graph's means on one host, over its runs there; `archived`: of the archive."""
+
+    host: str
+    base_ms: float
+    ms: float
+    gain: float
+    archived: bool
 
 
 @dataclass(frozen=True)
@@ -33,13 +50,15 @@ class OnGpu:
     Attributes:
         gpu: short name, as H200.
         reserved_bytes: peak of torch's reserved memory with the graph, the only variant of its process.
-        run: the newest run with the graph; None where only the archive has it.
+        has_run: False where only the archive has it.
+        kernel_us: mean time of a kernel of the eager step in the newest run; None without a profile.
     """
 
     gpu: str
     hosts: tuple[HostMeans, ...]
     reserved_bytes: int | None
-    run: Run | None
+    has_run: bool
+    kernel_us: float | None
 
     @property
     def ms(self) -> float:
@@ -50,7 +69,7 @@ class OnGpu:
     def hosts_text(self) -> str:
         """5 H200, or 3 archived H200 where none is new."""
         number = "one" if len(self.hosts) == 1 else str(len(self.hosts))
-        return f"{number} {'archived ' if all(host.is_archived for host in self.hosts) else ''}{self.gpu}"
+        return f"{number} {'archived ' if all(host.archived for host in self.hosts) else ''}{self.gpu}"
 
 
 @dataclass(frozen=True)
@@ -83,13 +102,13 @@ class Headline:
         return ", ".join([self.name, *(part for part in self.more.split(", ") if part and not part[0].isdigit())])
 
     @property
-    def gain(self) -> Range:
+    def gain(self) -> tuple[float, float]:
         """The smallest and the largest gain of a host."""
-        gains = [host.ratio for host in self.hosts]
+        gains = [host.gain for host in self.hosts]
         return min(gains), max(gains)
 
     @property
-    def base_ms(self) -> Range:
+    def base_ms(self) -> tuple[float, float]:
         """The fastest and the slowest eager step of a host."""
         times = [host.base_ms for host in self.hosts]
         return min(times), max(times)
@@ -100,26 +119,29 @@ class Headline:
         return ", ".join(gpu.hosts_text for gpu in self.gpus)
 
 
-def of(results: runs.Found) -> list[Headline]:
+def of(results: Results) -> list[Headline]:
     """Return a headline for each workload that ran on a GPU, the largest gain first."""
-    grouped: dict[Key, list[Row]] = defaultdict(list)
-    for row in rows(results):
-        key = _key(row.workload)
-        if key is not None:
-            grouped[key].append(row)
-    lines = [_of_rows(key, group, results.root.parent) for key, group in grouped.items()]
-    lines += _of_archive(results, set(grouped))
+    measured = points(results)
+    archived = _of_archive(results.archive)
+    archived = archived[~archived["key"].isin(frame.timed(measured)["key"])]
+    lines = []
+    for hosts in (_of_points(results, measured), archived):
+        runs = frame.timed(measured)[[*_ON_GPU, "row", "begin_utc", "alone_bytes", "first_busy_ms", "first_kernels"]]
+        lines += [_headline(results, group, runs) for _, group in hosts.groupby("key", sort=False)]
     return sorted(lines, key=lambda line: (-line.gain[1], line.name))
 
 
-def rows(results: runs.Found) -> list[Row]:
-    """Return the rows of graphs on GPUs that are of a headline's workload and have a host.
+def points(results: Results) -> DataFrame:
+    """Return the passing points of graphs on GPUs that are of a headline's workload.
 
     What disturbs a host makes eager slower and a graph's gain larger: such runs stand in the models' tables alone.
     """
-    graphs = [row for row in runs.on_gpus(results.rows) if row.kind == "graph" and not row.control]
-    undisturbed = [row.undisturbed for row in graphs if _key(row.workload) is not None]
-    return [row for row in undisturbed if row.timed]
+    rows = results.rows
+    graphs = rows["row"][(rows["kind"] == "graph") & ~rows["control"] & (rows["gpu"] != "CPU")]
+    every = results.points
+    is_quiet = (every["others"] == 0) & (every["slowed"] == 0) & (every["status"] == PASS)
+    kept = _with_key(every[every["row"].isin(graphs) & is_quiet])
+    return kept[kept["row"].isin(frame.timed(kept)["row"])]
 
 
 def name_of(where: Workload) -> str:
@@ -133,9 +155,17 @@ def short(gpu: str) -> str:
     return gpu.removeprefix("NVIDIA ").partition(" ")[0]
 
 
+def _with_key(table: DataFrame) -> DataFrame:
+    """The lines of a table that are of a headline's workload, with its key and the short name of the GPU."""
+    keys = [_key(frame.where_of(line)) for line in table[frame.WORKLOAD].itertuples()]
+    texts = ["\n".join(key) if key else None for key in keys]
+    table = table.assign(key=pd.Series(texts, index=table.index, dtype="string"), short=table["gpu"].map(short))
+    return table[table["key"].notna()]
+
+
 def _key(where: Workload) -> Key | None:
     """Model, preset without its layers, and label; None for a workload that is no headline."""
-    label = where.label.removesuffix(runs.EARLIER)
+    label = where.label.removesuffix(frame.EARLIER)
     if where.busy or where.ranks > 1 or where.build:
         return None
     if where.model == OWN_STEP:
@@ -158,82 +188,63 @@ def _names(key: Key) -> tuple[str, str, str]:
     return title, publication.headlines.get(preset, ""), submitted
 
 
-def _of_rows(key: Key, rows: list[Row], root: Path) -> Headline:
+def _of_points(results: Results, points: DataFrame) -> DataFrame:
+    """The hosts of all graphs of all headlines, those of the archive last."""
+    newest = frame.newest(points).reset_index()
+    reference = newest.sort_values("begin_utc", ascending=False, kind="stable").drop_duplicates("key")
+    kernels = newest["key"].map(reference.set_index("key")["base_kernels"]).astype(float)
+    is_same = (newest["base_kernels"] - kernels).abs() <= SAME_KERNELS * kernels
+    counted = newest[is_same | ~newest["label"].str.endswith(frame.EARLIER)]
+    # Of several bases the one with most runs comes first.
+    counted = counted.drop_duplicates([*frame.WORKLOAD, "variant"])
+    old = results.hosts[results.hosts["archived"]]
+    hosts = pd.concat([frame.host_means(points), old]) if len(old) else frame.host_means(points)
+    hosts = counted[["row", *_ON_GPU]].merge(hosts, on="row")
+    return hosts.assign(folder="", reserved_bytes=pd.NA)
+
+
+def _of_archive(archive: DataFrame) -> DataFrame:
+    """The hosts of all graphs of the archive, in the order of their names."""
+    archive = _with_key(archive[archive["label"] == ""])
+    # The page of a workload is that of its first machine.
+    archive["folder"] = archive.groupby("key")["folder"].transform("first")
+    eager = archive[archive["variant"] == "eager"][[*frame.WORKLOAD, "host", "ms"]]
+    graphs = archive[archive["variant"].str.startswith("graph")]
+    hosts = graphs.merge(eager.rename(columns={"ms": "base_ms"}), on=[*frame.WORKLOAD, "host"])
+    hosts = hosts.assign(row=-1, archived=True, gain=hosts["base_ms"] / hosts["ms"])
+    return hosts.sort_values("variant", kind="stable")
+
+
+def _headline(results: Results, hosts: DataFrame, runs: DataFrame) -> Headline:
     """The graph with most hosts, of several the one with the largest gain."""
-    by_variant: dict[str, list[Row]] = defaultdict(list)
-    newest = max(rows, key=lambda row: row.newest.run.begin_utc)
-    for row in rows:
-        # Of several bases the one with most runs comes first.
-        is_first = not any(row.workload == kept_row.workload for kept_row in by_variant[row.variant])
-        if is_first and (not row.workload.label.endswith(runs.EARLIER) or _same_kernels(row, newest)):
-            by_variant[row.variant].append(row)
-    gpus_by_variant = {name: _gpus(variant_rows) for name, variant_rows in by_variant.items() if variant_rows}
-
-    def rank(name):
-        hosts = [host for gpu in gpus_by_variant[name] for host in gpu.hosts]
-        return len(hosts), plain.geometric_mean([host.ratio for host in hosts])
-
-    variant = max(gpus_by_variant, key=rank)
-    folder = Path("examples", "steps") if key[0] == OWN_STEP else Path(key[0])
-    return Headline(*_names(key), variant, root / folder / "README.md", gpus_by_variant[variant])
-
-
-def _gpus(rows: list[Row]) -> tuple[OnGpu, ...]:
-    """The hosts by type of GPU; of a type that held several numbers of layers, the number with most hosts."""
-    by_gpu: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        by_gpu[short(row.workload.gpu)][row.workload.preset].append(row)
-    gpus = [_on_gpu(gpu, max(by_preset.values(), key=_num_hosts)) for gpu, by_preset in by_gpu.items()]
-    return tuple(sorted(gpus, key=lambda one: (-len(one.hosts), one.gpu)))
+    # Of a GPU that held several numbers of layers, the number with most hosts.
+    most = hosts.groupby(_ON_GPU, sort=False).size().rename("number").reset_index()
+    most = most.sort_values("number", ascending=False, kind="stable").drop_duplicates(["variant", "short"])
+    kept = hosts.merge(most[_ON_GPU], on=_ON_GPU)
+    once = kept.groupby([*_ON_GPU, "host"], sort=False).last().reset_index()
+    ranked = once.groupby("variant", sort=False).agg(hosts=("host", "size"), mean=("gain", frame.geometric_mean))
+    variant = ranked.sort_values(["hosts", "mean"], ascending=False, kind="stable").index[0]
+    model, preset, label = hosts["key"].iloc[0].split("\n")
+    folder = Path("examples", "steps") if model == OWN_STEP else Path(model)
+    page = hosts["folder"].iloc[0] or results.root.parent / folder / "README.md"
+    gpus = [
+        _on_gpu(gpu, group, kept[(kept["variant"] == variant) & (kept["short"] == gpu)], runs)
+        for gpu, group in once[once["variant"] == variant].groupby("short", sort=False)
+    ]
+    gpus.sort(key=lambda on_gpu: (-len(on_gpu.hosts), on_gpu.gpu))
+    return Headline(*_names((model, preset, label)), variant, Path(page), tuple(gpus))
 
 
-def _on_gpu(gpu: str, rows: list[Row]) -> OnGpu:
-    hosts = {host.host: host for row in rows for host in row.hosts}
-    points = [point for row in rows for point in row.timed]
-    alone = [size for point in points if (size := point.judged.alone_bytes(point.name))]
-    run = max((point.run for point in points), key=lambda run: run.begin_utc)
-    return OnGpu(gpu, tuple(hosts.values()), max(alone, default=None), run)
-
-
-def _num_hosts(rows: list[Row]) -> int:
-    return sum(len(row.hosts) for row in rows)
-
-
-def _same_kernels(row: Row, newest: Row) -> bool:
-    kernels, reference = (one.newest.judged.build.variants[one.base].profile.kernels for one in (row, newest))
-    return kernels is not None and reference is not None and abs(kernels - reference) <= SAME_KERNELS * reference
-
-
-def _of_archive(results: runs.Found, known: set[Key]) -> list[Headline]:
-    """Headlines of presets that only the archive has."""
-    grouped: dict[Key, dict[str, list]] = defaultdict(dict)
-    for where, hosts in results.archived.items():
-        key = _key(where)
-        if key is not None and key not in known and not where.label:
-            grouped[key][short(where.gpu)] = hosts
-    lines = []
-    for key, by_gpu in grouped.items():
-        best: tuple[tuple[int, float], str, tuple[OnGpu, ...]] | None = None
-        for name in sorted({name for hosts in by_gpu.values() for host in hosts for name in host.ms}):
-            if name.startswith("graph"):
-                gpus = _archived_gpus(by_gpu, name)
-                means = [host for gpu in gpus for host in gpu.hosts]
-                rank = len(means), plain.geometric_mean([host.ratio for host in means])
-                best = max(best or (rank, name, gpus), (rank, name, gpus), key=lambda candidate: candidate[0])
-        if best is not None:
-            folder = next(host.folder for hosts in by_gpu.values() for host in hosts)
-            lines.append(Headline(*_names(key), best[1], folder, best[2]))
-    return lines
-
-
-def _archived_gpus(by_gpu: dict[str, list], name: str) -> tuple[OnGpu, ...]:
-    gpus = []
-    for gpu, hosts in by_gpu.items():
-        both = [host for host in hosts if name in host.ms and "eager" in host.ms]
-        means = tuple(HostMeans(host.boot, host.ms["eager"], host.ms[name], True) for host in both)
-        peak = max((host.reserved_bytes.get(name, 0) for host in both), default=0)
-        gpus += [OnGpu(gpu, means, peak or None, None)] if means else []
-    return tuple(sorted(gpus, key=lambda one: -len(one.hosts)))
+def _on_gpu(gpu: str, hosts: DataFrame, kept: DataFrame, runs: DataFrame) -> OnGpu:
+    used = runs[runs["row"].isin(kept["row"])].sort_values("begin_utc", ascending=False, kind="stable")
+    sizes = [size for table in (used["alone_bytes"], kept["reserved_bytes"]) for size in table.dropna() if size]
+    means = tuple(HostMeans(*line) for line in hosts[list(HostMeans._fields)].itertuples(index=False))
+    kernel_us = None
+    if len(used):
+        busy_ms, kernels = used["first_busy_ms"].iloc[0], used["first_kernels"].iloc[0]
+        has_profile = not is_missing(busy_ms) and not is_missing(kernels) and busy_ms and kernels
+        kernel_us = float(1e3 * busy_ms / kernels) if has_profile else None
+    return OnGpu(gpu, means, max(sizes, default=None), len(used) > 0, kernel_us)
 
 
 def bands(lines: Sequence[Headline]) -> dict[str, list[Headline]]:

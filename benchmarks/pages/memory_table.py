@@ -3,39 +3,35 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import runs
+from benchmarks.frame import Results, Row
 from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
-from benchmarks.runs import Found
 from graph_worth.harness.judge import PASS
-from graph_worth.harness.pages.run_table import GIB, milliseconds
+from graph_worth.harness.pages.cells import cell, gib, milliseconds, times
 
 VARIANT = "graph_parameterized"
 COLUMNS = ("Run", "Variant", "ms", "gain", "steps GiB", "peak GiB", "driver GiB", "patched")
 
 
-def markdown(results: Found, page: Path, _: str = "") -> str:
+def markdown(results: Results, page: Path, _: str = "") -> str:
     """The table: newest run of each workload that measured parameterized launches on a GPU."""
     lines: list[list[str]] = []
     refused: list[str] = []
-    for row in runs.on_gpus(results.rows):
-        if row.variant != VARIANT:
-            continue
+    for row in results.records((results.rows["variant"] == VARIANT) & (results.rows["gpu"] != "CPU")):
         if row.status == PASS:
-            lines += _of_run(row, page)
+            lines += _of_run(results, row, page)
         else:
-            refused.append(f"{row.workload.name}: {row.newest.verdict.reason}")
+            refused.append(f"{row.workload}: {row.reason}")
     if not lines and not refused:
         return "Not measured on a GPU yet."
     refused_text = "\n\nRefused:\n\n" + tables.as_list(refused) if refused else ""
     return tables.markdown(list(COLUMNS), lines) + refused_text
 
 
-def _of_run(row, page) -> Iterator[list[str]]:
-    point = row.newest_with_memory
-    judged = point.judged
-    gpu = in_markdown(headlines.short(row.workload.gpu))
-    link = tables.linked_file(f"{row.workload.name} ({gpu})", point.path, page)
+def _of_run(results: Results, row: Row, page: Path) -> Iterator[list[str]]:
+    judged = results.judged[row.memory_run, row.build]
+    gpu = in_markdown(headlines.short(row.gpu))
+    link = tables.linked_file(f"{row.workload} ({gpu})", Path(row.memory_path), page)
     for name, variant in judged.build.variants.items():
         if variant.alone is None or not judged.passed(name):
             continue
@@ -46,12 +42,8 @@ def _of_run(row, page) -> Iterator[list[str]]:
             link,
             f"`{name}`",
             milliseconds(judged.ms(name)),
-            f"{ratio.ratio:.3f}x" if ratio else "base",
-            *(_gib(size) for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes, alone.driver_bytes)),
-            "" if patched is None else f"{patched:.1f}",
+            times(ratio.ratio) if ratio else "base",
+            *(gib(size, 2) for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes, alone.driver_bytes)),
+            cell(patched, ".1f"),
         ]
         link = ""
-
-
-def _gib(size) -> str:
-    return "" if size is None else f"{size / GIB:.2f}"

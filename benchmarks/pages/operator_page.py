@@ -3,13 +3,13 @@
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from benchmarks.frame import Results
 from benchmarks.pages import tables
 from benchmarks.pages.markdown import in_markdown
-from benchmarks.runs import Found
 from graph_worth.measuring.operator_table import AGAINST, INSTEAD, PASSES, meaning_of, newest
 
 
-def markdown(results: Found, page: Path, argument: str = "") -> str:
+def markdown(results: Results, page: Path, argument: str = "") -> str:
     """How many operators a graph holds, a line for each with a call in its place, and the names of the others."""
     newest_file = newest(results.root)
     if newest_file is None:

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import runs
+from benchmarks.frame import WORKLOAD, Results, Row
 from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
-from benchmarks.runs import Found
 from graph_worth.harness.files.facts import stem
 from graph_worth.harness.judge import PASS
+from graph_worth.harness.pages.cells import hosts_text, span
 
 
 class Scope(NamedTuple):
@@ -38,7 +38,7 @@ SCOPES = (
 )
 
 
-def markdown(results: Found, page: Path, argument: str = "") -> str:
+def markdown(results: Results, page: Path, argument: str = "") -> str:
     """The table; a cell for each workload that measured the variant. argument: a model, for its scopes alone."""
     if argument:
         return _of_model(results, page, argument)
@@ -56,9 +56,9 @@ def _of_model(results, page, model):
     for scope in (Scope("", "", "nothing", model, "eager"), *(setting for setting in SCOPES if setting.model == model)):
         rows = [row for row in _rows(results, model, scope.variant) if row.status == PASS]
         for row in rows:
-            run = f"{tables.linked(row.workload.name, row, page)} ({in_markdown(headlines.short(row.workload.gpu))})"
+            run = f"{tables.linked(row.workload, row, page)} ({in_markdown(headlines.short(row.gpu))})"
             cells = [tables.CELLS[name](row) for name in ("alone GiB", "issue ms")]
-            gain = tables.two(row.gain_range, "x") if row.gain_range else "base"
+            gain = span(row.gain_low, row.gain_high, ",.2f", "x") or "base"
             lines.append([f"`{scope.variant}`", scope.captured, run, gain, *map(in_markdown, cells)])
         missing += [] if rows else [f"`{scope.variant}`"]
     names = ["Variant", "In the graphs", "Run", "gain", "alone GiB", "issue ms"]
@@ -66,30 +66,31 @@ def _of_model(results, page, model):
     return tables.markdown(names, lines) + missing_text
 
 
-def _rows(results, model, variant):
+def _rows(results: Results, model: str, variant: str) -> list[Row]:
     """The rows of a variant on GPUs, of a quiet host and of the preset that is measured as it is."""
-    for row in runs.on_gpus(results.rows):
-        where = row.workload
-        is_plain = not where.busy and not where.build and stem(where.preset) in ("bench", "qwen3_share")
-        if (where.model, row.variant) == (model, variant) and is_plain:
-            yield row
+    rows = results.rows
+    is_quiet = (rows["gpu"] != "CPU") & (rows["busy_processes"] == 0) & (rows["build"] == "")
+    is_plain = rows["preset"].map(stem).isin(["bench", "qwen3_share"])
+    return results.records(is_quiet & is_plain & (rows["model"] == model) & (rows["variant"] == variant))
 
 
 def _measured(results, page, scope):
     texts = []
     for row in _rows(results, scope.model, scope.variant):
-        if row.gain_range:
-            link = tables.linked(row.workload.name, row, page)
-            texts.append(f"{link} {tables.two(row.gain_range, 'x')}, {_hosts(len(row.hosts), row.workload.gpu)}")
+        gain = span(row.gain_low, row.gain_high, ",.2f", "x")
+        if gain:
+            texts.append(f"{tables.linked(row.workload, row, page)} {gain}, {_hosts(row.hosts, row.gpu)}")
     if texts:
         return texts
-    for where, hosts in results.archived.items():
-        measured = [host for host in hosts if scope.variant in host.ms]
-        if (where.model, where.preset, where.label, where.busy) == (scope.model, "bench", "", 0) and measured:
-            gains = [host.ms["eager"] / host.ms[scope.variant] for host in measured if "eager" in host.ms]
-            texts.append(f"{tables.two((min(gains), max(gains)), 'x')}, {_hosts(len(measured), where.gpu)}, archived")
+    archived = results.archive[(results.archive[["model", "preset"]] == [scope.model, "bench"]).all(axis=1)]
+    archived = archived[(archived["label"] == "") & (archived["busy_processes"] == 0)]
+    eager = archived[archived["variant"] == "eager"].set_index([*WORKLOAD, "host"])["ms"].rename("base_ms")
+    archived = archived[archived["variant"] == scope.variant].join(eager, on=[*WORKLOAD, "host"])
+    for _, hosts in archived.assign(gain=archived["base_ms"] / archived["ms"]).groupby(WORKLOAD, sort=False):
+        gain = span(hosts["gain"].min(), hosts["gain"].max(), ",.2f", "x")
+        texts.append(f"{gain}, {_hosts(len(hosts), hosts['gpu'].iloc[0])}, archived")
     return texts
 
 
 def _hosts(number: int, gpu: str) -> str:
-    return f"{runs.NUMBER_WORDS.get(number, f'{number} hosts')} ({in_markdown(headlines.short(gpu))})"
+    return f"{hosts_text(number)} ({in_markdown(headlines.short(gpu))})"

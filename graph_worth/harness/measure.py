@@ -29,7 +29,7 @@ from graph_worth.harness.ask import Options
 from graph_worth.harness.command import Mistake, amount, count, positive
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged, Verdict, judged
-from graph_worth.harness.pages.run_table import milliseconds
+from graph_worth.harness.pages.cells import milliseconds
 from graph_worth.harness.processes import gpus, launch
 from graph_worth.your_step import step_file
 from graph_worth.your_step.config import LEAST_GAIN

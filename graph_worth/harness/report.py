@@ -15,7 +15,8 @@ from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged, judged
 from graph_worth.harness.pages import web
-from graph_worth.harness.pages.run_table import build_title, cells_of, milliseconds, on_a_cpu, rates
+from graph_worth.harness.pages.cells import milliseconds
+from graph_worth.harness.pages.run_table import build_title, cells_of, on_a_cpu, rates
 
 WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks import compare, runs
+from benchmarks import compare, frame
 from benchmarks.pages import tables
 from graph_worth.folders import ROOT
 from graph_worth.harness.files import run_file
@@ -32,7 +32,7 @@ def test_a_file_that_is_no_run_is_one_line_and_the_rest_is_shown(tmp_path, capsy
         "larger than 32 MiB, no run file is",
         "no regular file",
     ]
-    assert "graph_layer" in out and len(runs.read(tmp_path).runs) == 1
+    assert "graph_layer" in out and len(frame.load(tmp_path).runs) == 1
 
 
 def test_a_folder_without_a_run_is_one_line(tmp_path, capsys):
@@ -52,14 +52,15 @@ def test_a_run_of_eager_alone_has_rows_without_a_ratio(tmp_path, capsys):
 
 def test_a_screen_has_no_line_of_more_than_a_hundred_characters(tmp_path):
     put(tmp_path, 0, busy=16, ms={"eager": [10.0, 200.0, 31.0], "graph_layer": 9.0}, unsupported=("graph_x",))
-    text = tables.screen(runs.read(tmp_path).rows)
+    results = frame.load(tmp_path)
+    text = tables.screen(results, results.rows)
     assert max(map(len, text.splitlines())) <= tables.SCREEN
     assert "graph_x: unsupported (needs a GPU)" in text
 
 
 def test_csv_has_every_row_unrounded(tmp_path):
     put(tmp_path, 0, ms={"eager": 10.0, "graph_layer": 7.0})
-    rows = list(csv.DictReader(io.StringIO(tables.as_csv(runs.read(tmp_path).rows))))
+    rows = list(csv.DictReader(io.StringIO(tables.as_csv(frame.load(tmp_path).rows))))
     (graph,) = [row for row in rows if row["variant"] == "graph_layer"]
     assert float(graph["base_ms"]) / float(graph["ms"]) == pytest.approx(float(graph["gain"]), rel=1e-12)
 

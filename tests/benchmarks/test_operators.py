@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import operators, runs
+from benchmarks import frame, operators
 from benchmarks.pages import operator_page as page
 from graph_worth.capture.pool import Pool
 from graph_worth.measuring import captured_operators as tried
@@ -122,11 +122,11 @@ def put(folder, name, **file):
 
 
 def test_the_page_has_the_newest_torch_on_a_gpu(tmp_path):
-    assert "Not measured" in page.markdown(runs.read(tmp_path), tmp_path / "operators.md")
+    assert "Not measured" in page.markdown(frame.load(tmp_path), tmp_path / "operators.md")
     put(tmp_path, "a.json", torch="2.9.1+cu130")
     put(tmp_path, "b.json", torch="2.11.0+cu130")
     put(tmp_path, "c.json", torch="2.13.0", gpu="CPU")
-    found = runs.read(tmp_path)
+    found = frame.load(tmp_path)
     assert not found.faults
     text = page.markdown(found, tmp_path / "operators.md")
     assert text.startswith("[torch 2.11.0+cu130, NVIDIA H200](operators/b.json): forward: 1 refused; backward: .")
@@ -147,7 +147,7 @@ def test_operators_without_a_call_in_their_place_are_named_by_outcome(tmp_path):
         "flash": {"forward": of("wrong", "1 of 4")},
     }
     put(tmp_path, "a.json", operators=operators)
-    assert page.markdown(runs.read(tmp_path), tmp_path / "operators.md").split("\n\n")[2:] == [
+    assert page.markdown(frame.load(tmp_path), tmp_path / "operators.md").split("\n\n")[2:] == [
         "Refused in all samples: `cov`.",
         "Refused in some samples: `lu`, `isin`.",
         "Refused in the backward alone: `prod`.",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import compare, overview, plot, runs
+from benchmarks import compare, frame, overview, plot
 from benchmarks.pages.markdown import in_markdown
 from graph_worth.harness import command, report
 from graph_worth.harness.files import run_file
@@ -83,8 +83,8 @@ def hostile_run(number=0):
 def test_a_run_of_others_is_text_on_every_page(tmp_path, capsys):
     run = hostile_run()
     path = write(run, tmp_path / FOLDER / "[f](javascript:5)")
-    found = runs.read(tmp_path)
-    assert not found.faults and found.rows
+    found = frame.load(tmp_path)
+    assert not found.faults and len(found.rows)
     pages = overview.page_of(found, tmp_path / "overview.md")
     unescaped = pages.replace("\\[", "").replace("\\]", "")
     assert "javascript:" in pages and "](javascript" not in unescaped and "<" not in pages.replace("<br>", "")
@@ -92,7 +92,7 @@ def test_a_run_of_others_is_text_on_every_page(tmp_path, capsys):
     # The figure has no rows of labels.
     plain = replace(run, id=f"{run.id[:-1]}0", label="", builds={"": replace(run.builds[""], fields={})})
     write(plain, tmp_path / "plain" / FOLDER)
-    assert plot.draw(runs.read(tmp_path / "plain"), tmp_path)[0]
+    assert plot.draw(frame.load(tmp_path / "plain"), tmp_path)[0]
     drawn = [(tmp_path / "gain.svg").read_text()]
     assert all(line.isprintable() for text in (pages, html, *drawn) for line in text.splitlines())
     assert all(tag not in text for text in (html, *drawn) for tag in ("<script>|", "<b>", "<i>"))

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from graph_worth.folders import OWN_STEP
 from graph_worth.harness import intervals, judge
-from graph_worth.harness.files.facts import Run, digits
+from graph_worth.harness.files.facts import Run
 from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS, Judged
+from graph_worth.harness.pages import cells
+from graph_worth.harness.pages.cells import cell, gib, milliseconds, times
 from graph_worth.harness.pages.reasons import reason
 from graph_worth.text import printable
 
 COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity", "paid back")
 WIDTH = 100
 NO_SPEED = "It says nothing about the speed of a GPU."
-GIB = 2**30
 
 
 def report(run: Run) -> str:
@@ -50,11 +51,6 @@ def build_title(name: str, fields: dict) -> str:
     """Return a build's name and flags, as in validate (--validate-every 4); "" for the preset itself."""
     flags = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in fields.items())
     return f"{name} ({flags})" if name and flags else name
-
-
-def milliseconds(value: float | None) -> str:
-    """Return a time with three digits or more; - for None."""
-    return "-" if value is None else digits(value)
 
 
 def rates(judged: Judged) -> str:
@@ -117,28 +113,23 @@ def cells_of(judged: Judged, name: str, busy: bool = False) -> dict[str, str]:
     """Return the text of each column for a variant that passed, in the quiet cycles or in those beside processes."""
     ratio, memory, rate = judged.ratio_of(name, busy), judged.alone_bytes(name), judged.tflops(name, busy)
     untimed = ("", milliseconds(judged.ms(name, busy)), "base" if name == judged.base else "", "")
-    cells = dict(zip(COLUMNS[1:5], ratio_cells(ratio) if ratio else untimed, strict=True))
-    cells |= {"variant": name, "GiB": "" if memory is None else f"{memory / GIB:.1f}"}
+    texts = dict(zip(COLUMNS[1:5], ratio_cells(ratio) if ratio else untimed, strict=True))
+    texts |= {"variant": name, "GiB": gib(memory)}
     if name == judged.run.control:
-        return cells | {"variant": f"{name} (base again)", "at most": "", "TFLOP/s": "", "parity": "", "paid back": ""}
+        return texts | {"variant": f"{name} (base again)", "at most": "", "TFLOP/s": "", "parity": "", "paid back": ""}
     steps = judged.paid_back(name, busy) if judged.build.variants[name].kind != "eager" else None
-    return cells | {
-        "paid back": "" if steps is None else f"{steps:,}",
+    return texts | {
+        "paid back": cell(steps, ","),
         "at most": times(judged.ceiling(name, busy)),
-        "TFLOP/s": "" if rate is None else f"{rate:,.0f}",
+        "TFLOP/s": cell(rate, ",.0f"),
         "parity": judged.verdicts[name].parity or ("losses" if judged.run.parity == "blocks" else ""),
     }
 
 
 def ratio_cells(ratio: intervals.Ratio) -> tuple[str, str, str, str]:
     """Return base ms, ms, ratio and interval, which is "" for a single cycle."""
-    interval = f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio.cycles > 1 else ""
-    return milliseconds(ratio.base_ms), milliseconds(ratio.variant_ms), f"{ratio.ratio:.3f}x", interval
-
-
-def times(value: float | None) -> str:
-    """Return 1.234x; "" for None."""
-    return "" if value is None else f"{value:.3f}x"
+    interval = cells.interval(ratio.low, ratio.high) if ratio.cycles > 1 else ""
+    return milliseconds(ratio.base_ms), milliseconds(ratio.variant_ms), times(ratio.ratio), interval
 
 
 def aligned(rows: Sequence[tuple[str, ...]], num_left: int) -> Iterator[str]:

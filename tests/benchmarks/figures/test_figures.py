@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import plot, runs
+from benchmarks import frame, plot
 from benchmarks.figures import front, style
 from benchmarks.pages import headlines
 from graph_worth.folders import OWN_STEP, ROOT
@@ -37,11 +37,11 @@ def fail(run):
 
 @lru_cache
 def published():
-    return runs.read(ROOT / "results")
+    return frame.load(ROOT / "results")
 
 
 def page_of(root, name="gain"):
-    found = published() if root == ROOT / "results" else runs.read(root)
+    found = published() if root == ROOT / "results" else frame.load(root)
     with style.applied():
         return front.FIGURES[name](found)
 
@@ -75,7 +75,7 @@ def test_the_right_side_has_each_graph_of_a_quiet_cycle_beside_its_ceiling(sever
 
 def test_the_left_side_has_a_mark_of_eager_and_graph_for_each_host(several):
     page = page_of(several)
-    lines = headlines.of(runs.read(several))
+    lines = headlines.of(frame.load(several))
     own = [(host, each.ms) for line in lines for each in line.gpus for host in each.hosts]
     for kind, name in (("eager", "base_ms"), ("graph", "ms")):
         wanted = sorted(getattr(host, name) / middle for host, middle in own)
@@ -99,7 +99,7 @@ def test_gpus_have_marks_of_their_own_and_the_archive_hollow_ones():
     drawn = marks(page, "graph-host")
     hollow = sum(line.get_markerfacecolor() == "#ffffff" for line in drawn)
     hosts = [host for line in lines for host in line.hosts]
-    assert hollow == sum(host.is_archived for host in hosts) > 0 and len(drawn) == len(hosts)
+    assert hollow == sum(host.archived for host in hosts) > 0 and len(drawn) == len(hosts)
     own = {gpu: sum(len(each.hosts) for line in lines for each in line.gpus if each.gpu == gpu) for gpu in GPUS}
     counts = [sum(line.get_marker() == mark for line in drawn) for mark in style.MARKS[: len(GPUS)]]
     assert sorted(counts) == sorted(own.values()) and set(GPUS) <= set(words(page))

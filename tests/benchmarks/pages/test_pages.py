@@ -2,10 +2,12 @@
 
 import copy
 import re
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from benchmarks import overview, runs
+from benchmarks import frame, overview
 from benchmarks.pages import headlines, readme, tables
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import measure
@@ -32,7 +34,7 @@ PAGES = sorted(
 
 @pytest.fixture(scope="module")
 def found():
-    return runs.read(ROOT / "results")
+    return frame.load(ROOT / "results")
 
 
 @pytest.mark.slow
@@ -95,10 +97,10 @@ def test_the_whole_output_of_a_step_is_that_of_the_run_it_names():
 def test_gains_beside_nvidias_rules_are_those_of_the_runs_they_name(found):
     page = (ROOT / "docs" / "nvidia_rules.md").read_text()
     named = set(re.findall(r"\]\(\.\./(results/[^)]*\.json)\)", page))
-    ratios = [
-        point.ratio for row in found.rows for point in row.timed if point.path.relative_to(ROOT).as_posix() in named
-    ]
+    points = frame.timed(found.points)
+    is_named = [Path(path).relative_to(ROOT).as_posix() in named for path in points["path"]]
     gains = re.findall(r"\d\.\d{3}x \(\d\.\d{3} to \d\.\d{3}\)", page.replace("\n", " "))
+    ratios = points[is_named].itertuples()
     texts = {f"{ratio.ratio:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})" for ratio in ratios}
     assert gains and set(gains) <= texts
 
@@ -108,7 +110,7 @@ def test_gains_beside_nvidias_rules_are_those_of_the_runs_they_name(found):
 
 
 def table(kind, root, argument=""):
-    return readme._TABLES[kind](runs.read(root), root / "README.md", argument)
+    return readme._TABLES[kind](frame.load(root), root / "README.md", argument)
 
 
 MS = {"eager": 10.0, "graph_layer": 8.0}
@@ -137,16 +139,14 @@ def test_cells_of_the_front_page_are_those_of_the_hosts(found):
     for line in headlines.of(found):
         if line.page.name != "README.md" or line.page.parent.name == "steps":
             continue
-        rows = [
-            row.undisturbed
-            for row in found.rows
-            if (row.workload.model, row.variant) == (line.page.parent.name, line.variant)
-            and (stem(row.workload.preset), row.workload.label, row.workload.ranks) == ("bench", "", 1)
-            and not row.workload.build
-        ]
-        gains = [host.ratio for row in rows for host in row.hosts]
-        assert line.gain == (min(gains), max(gains)) and len(line.hosts) == len(gains)
-        assert {own.ms for own in line.gpus} == {row.ms for row in rows}
+        points = found.points
+        points = points[(points["model"] == line.page.parent.name) & (points["variant"] == line.variant)]
+        points = points[points["preset"].map(stem).eq("bench") & (points["label"] == "") & (points["ranks"] == 1)]
+        points = points[(points["build"] == "") & (points["others"] == 0) & (points["slowed"] == 0)]
+        old = found.hosts[found.hosts["archived"] & found.hosts["row"].isin(points["row"])]
+        hosts = pd.concat([frame.host_means(points), old])
+        assert line.gain == (hosts["gain"].min(), hosts["gain"].max()) and len(line.hosts) == len(hosts)
+        assert {on_gpu.ms for on_gpu in line.gpus} == {*hosts.groupby("row")["ms"].median()}
 
 
 def test_a_models_table_names_workload_and_gpu_once_and_leaves_out_base_and_control(tmp_path):
@@ -201,7 +201,7 @@ def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp
         flags = ["--step", "muon.py:build", "--step-digest", digest]
         more = {"begin_utc": f"2026-12-0{5 - number}T00:00:00Z", "issue": (9.0, 7.0), "boot": f"h{number}"}
         put(tmp_path, number, model=OWN_STEP, label="muon-build", flags=flags, kernels=kernels, ms=MS, **more)
-    assert [line.hosts_text for line in headlines.of(runs.read(tmp_path))] == ["2 H200"]
+    assert [line.hosts_text for line in headlines.of(frame.load(tmp_path))] == ["2 H200"]
 
 
 def test_memory_minutes_and_versions_are_those_of_the_runs(tmp_path):
@@ -256,10 +256,10 @@ def test_the_ceiling_counts_what_reached_it(tmp_path):
     put(tmp_path, 1, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 10.0}, boot="c", **later)
     put(tmp_path, 2, issue=(5.0, 9.9), model="other", boot="d", **later)
     put(tmp_path, 3, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 10.0}, boot="e")
-    text = readme.ceiling_text(runs.read(tmp_path).rows)
+    text = readme.ceiling_text(frame.load(tmp_path).points)
     assert text.startswith("On 4 hosts none of 4 graphs gained over 0.0 % more than step / busy.")
     assert "1 of 2 graphs that could gain over 5 % and 1 of 1 graphs that could gain less reached it" in text
-    lines = readme.misses(runs.read(tmp_path).rows)
+    lines = readme.misses(frame.load(tmp_path).points)
     assert len(lines) == 2 and "80.0 % of 1.500x; its kernels take +0.0 %" in lines[0]
     assert "its GPU waits for 20.0 % of the step" in lines[0]
 
@@ -271,7 +271,7 @@ def test_the_ceiling_counts_what_reached_it(tmp_path):
 def test_a_wrong_marker_is_named(tmp_path, text, said):
     (tmp_path / "README.md").write_text(text)
     with pytest.raises(readme.ReadmeError, match=said):
-        readme.changed(runs.read(tmp_path / "none"), tmp_path)
+        readme.changed(frame.load(tmp_path / "none"), tmp_path)
 
 
 def test_without_any_run_the_tables_say_so(tmp_path):
@@ -282,7 +282,7 @@ def test_without_any_run_the_tables_say_so(tmp_path):
 def test_the_overview_hides_nothing(tmp_path):
     put(tmp_path, 0, ms={"graph_layer": 8.0}, unsupported=("graph_x",))
     (tmp_path / "h200x1/gpt3-bench/bad.json").write_text("{")
-    text = overview.page_of(runs.read(tmp_path), tmp_path / "overview.md")
+    text = overview.page_of(frame.load(tmp_path), tmp_path / "overview.md")
     assert "graph_x: unsupported (needs a GPU)" in text and "bad.json: no whole JSON" in text
     assert all(line.count("|") <= len(tables.WIDE) + 3 for line in text.splitlines())
 
@@ -293,7 +293,7 @@ def test_the_overview_has_a_table_of_hosts_whose_runs_timed_calls(tmp_path):
             run = made_run(boot=boot, id=f"20261125T10150{number}Z-a7d396c1")
             run.host.cpu, run.host.calls = f"CPU {boot}", calls
             write(run, tmp_path / "results" / "h200x1/gpt3-bench")
-        return overview.page_of(runs.read(tmp_path / "results"), tmp_path / "results" / "overview.md")
+        return overview.page_of(frame.load(tmp_path / "results"), tmp_path / "results" / "overview.md")
 
     assert "## Hosts" not in page(("a", {}))
     first, second = ({"operator": Latency(p50_us=value, p99_us=3 * value)} for value in (2.0, 4.0))

@@ -1,0 +1,609 @@
+"""All runs below a folder as tables of pandas: points, rows over hosts, hosts, the archive, and files left out.
+
+    from benchmarks import frame
+    points = frame.measured(frame.read("results"))
+    rows = frame.rows(points, frame.archive("results"))
+
+A point is a variant in one build of one run, apart for each number of busy processes. A row is a variant of a workload
+against one base, over its runs; it never mixes bases. Several runs of one host count as one host. Hosts of the archive
+count, too, where eager makes the same kernels there.
+
+    python -m benchmarks.frame runs --table rows --to rows.csv          points, rows, archive or faults
+
+Exit status: 0; 1 where a run file could not be read; 2 for a mistake on the command line.
+"""
+
+import statistics as plain
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+from pandas import DataFrame
+
+from benchmarks import archive as archive_file
+from graph_worth.folders import ROOT
+from graph_worth.harness import command, intervals
+from graph_worth.harness.command import RUNS, Mistake, shown
+from graph_worth.harness.files import run_file
+from graph_worth.harness.files.facts import Run, Variant, digits
+from graph_worth.harness.files.workload import Workload, workload_of
+from graph_worth.harness.intervals import Ratio
+from graph_worth.harness.judge import PASS, Judged, Verdict, judged
+from graph_worth.harness.pages.cells import GIB, counted, gib
+
+# Ends the label of a user's step that a newer run measured with another file.
+EARLIER = ", earlier file"
+# A row names the scatter of its base's blocks if they differ by more.
+WIDE_SPREAD = 0.10
+# Columns of a row with one run.
+OF_ONE_RUN = ("low", "high", "control_ratio", "control_half_width", "base_fastest_ms", "base_slowest_ms")
+TEXT, NUMBER, COUNT, FLAG = "string", "float64", "Int64", "boolean"
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A variant in one build of a run, from which columns are made. `first`: the run's first build."""
+
+    path: Path
+    run: Run
+    first: Judged
+    judged: Judged
+    workload: Workload
+    name: str
+
+    @property
+    def variant(self) -> Variant:
+        return self.judged.build.variants[self.name]
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judged.verdicts[self.name]
+
+    @property
+    def blocks(self) -> tuple[str, bool]:
+        return self.name, self.workload.busy > 0
+
+    @property
+    def base_blocks(self) -> tuple[str, bool]:
+        return self.judged.base, self.workload.busy > 0
+
+    @property
+    def is_control(self) -> bool:
+        return self.name == self.run.control
+
+    @property
+    def base(self) -> str | None:
+        base = self.judged.build.anchor if self.is_control else self.judged.base
+        return base if self.judged.passed(self.name) else None
+
+    @cached_property
+    def ratio(self) -> Ratio | None:
+        return self.judged.ratio_of(*self.blocks)
+
+    @cached_property
+    def control(self) -> Ratio | None:
+        return self.judged.ratio_of(self.run.control, self.workload.busy > 0) if self.run.control else None
+
+    @cached_property
+    def ceiling(self) -> float | None:
+        return self.judged.ceiling(*self.blocks)
+
+    @property
+    def reached(self) -> float | None:
+        return self.ratio.ratio / self.ceiling if self.ratio and self.ceiling else None
+
+    @property
+    def uncaptured_busy_ms(self) -> float | None:
+        return self.judged.busy_ms(self.judged.uncaptured(self.name))
+
+    @property
+    def base_times(self) -> list[float]:
+        return [block.mean_ms for block in self.judged.blocks(self.base or "", self.workload.busy > 0)]
+
+    @property
+    def others(self) -> int:
+        return max((cycle.others or 0 for cycle in self.judged.build.cycles), default=0)
+
+    @property
+    def is_committed(self) -> bool:
+        # `make publish` has looked at the source of runs in results/.
+        return self.run.source.get("clean") is not False or self.path.resolve().is_relative_to(ROOT / "results")
+
+
+def _kernels(build: Judged) -> float | None:
+    """The kernels in a step of a build's base."""
+    return build.build.variants[build.base].profile.kernels if build.base else None
+
+
+class Column(NamedTuple):
+    """A column of `read`: its type in pandas, its meaning, and the function that makes it from a point."""
+
+    type: str
+    meaning: str
+    value: Callable[[_Point], object]
+
+
+# fmt: off
+COLUMNS = {
+    "run": Column(TEXT, "id of the run", lambda point: point.run.id),
+    "path": Column(TEXT, "its file", lambda point: str(point.path)),
+    "begin_utc": Column(TEXT, "its begin", lambda point: point.run.begin_utc),
+    "host": Column(TEXT, "boot of the host", lambda point: str(point.run.host.boot)),
+    "machine": Column(TEXT, "as NVIDIA H200, 2 GPUs", lambda point: point.workload.machine),
+    "workload": Column(TEXT, "as gpt3/bench, with label, build and busy processes", lambda point: point.workload.name),
+    "gpu": Column(TEXT, "as NVIDIA H200, or CPU", lambda point: point.workload.gpu),
+    "ranks": Column(COUNT, "number of GPUs, or of ranks on the CPU", lambda point: point.workload.ranks),
+    "model": Column(TEXT, "folder of the model", lambda point: point.workload.model),
+    "preset": Column(TEXT, "preset; bench-l6 where the GPU held 6 layers of more", lambda point: point.workload.preset),
+    "label": Column(TEXT, "flags behind the preset", lambda point: point.workload.label),
+    "build": Column(TEXT, 'build of the run; "" for the preset itself', lambda point: point.workload.build),
+    "busy_processes": Column(COUNT, "number beside the steps; 0 in quiet cycles", lambda point: point.workload.busy),
+    "digest": Column(TEXT, "of the file of a user's own step", lambda point: point.workload.digest),
+    "variant": Column(TEXT, "as graph_step", lambda point: point.name),
+    "base": Column(TEXT, "variant that the ratio compares with; NA if this one failed", lambda point: point.base),
+    "kind": Column(TEXT, "eager, graph or compile", lambda point: point.variant.kind),
+    "captured": Column(TEXT, "part in the graphs, if not all", lambda point: point.variant.traits.get("part")),
+    "headline": Column(FLAG, "`make bench` measures it by default", lambda point: point.variant.headline),
+    "control": Column(FLAG, "the base measured once more", lambda point: point.is_control),
+    "apart": Column(FLAG, "each block has a process of its own", lambda point: point.variant.apart),
+    "status": Column(TEXT, "pass, failed, oom, unsupported, ...", lambda point: point.verdict.status),
+    "reason": Column(TEXT, "why it did not pass", lambda point: point.verdict.reason),
+    "parity": Column(TEXT, "agreement with the reference", lambda point: point.verdict.parity),
+    "ms": Column(NUMBER, "mean step over all blocks", lambda point: point.judged.ms(*point.blocks)),
+    "variant_ms": Column(NUMBER, "its step in the base's cycles", lambda point: point.ratio and point.ratio.variant_ms),
+    "base_ms": Column(NUMBER, "the base's step in them", lambda point: point.ratio and point.ratio.base_ms),
+    "ratio": Column(NUMBER, "base_ms / variant_ms", lambda point: point.ratio and point.ratio.ratio),
+    "low": Column(NUMBER, "lower end of the ratio's 95 % interval", lambda point: point.ratio and point.ratio.low),
+    "high": Column(NUMBER, "upper end of it", lambda point: point.ratio and point.ratio.high),
+    "half_width": Column(NUMBER, "half its width, relative", lambda point: point.ratio and point.ratio.half_width),
+    "cycles": Column(COUNT, "cycles of the ratio", lambda point: point.ratio and point.ratio.cycles),
+    "typical_ms": Column(NUMBER, "mean of the blocks' medians", lambda point: point.judged.typical_ms(*point.blocks)),
+    "issue_ms": Column(NUMBER, "the host's time to issue a step", lambda point: point.judged.issue_ms(*point.blocks)),
+    "base_issue_ms": Column(NUMBER, "of the base", lambda point: point.judged.issue_ms(*point.base_blocks)),
+    "busy_ms": Column(NUMBER, "the GPU's busy time in a step", lambda point: point.judged.busy_ms(point.name)),
+    "uncaptured_busy_ms": Column(NUMBER, "of the same program without graphs", lambda point: point.uncaptured_busy_ms),
+    "ceiling": Column(NUMBER, "most of a graph's gain: base_ms / uncaptured_busy_ms", lambda point: point.ceiling),
+    "reached": Column(NUMBER, "ratio / ceiling", lambda point: point.reached),
+    "kernels": Column(NUMBER, "kernels in a step", lambda point: point.variant.profile.kernels),
+    "base_kernels": Column(NUMBER, "of the base", lambda point: _kernels(point.judged)),
+    "graph_share": Column(NUMBER, "share of kernels in graphs", lambda point: point.variant.profile.graph_share),
+    "tflops": Column(NUMBER, "useful TFLOP/s of a rank", lambda point: point.judged.tflops(*point.blocks)),
+    "joules": Column(NUMBER, "energy of a step", lambda point: point.judged.joules(*point.blocks)),
+    "sm_mhz": Column(NUMBER, "median clock", lambda point: point.judged.sm_mhz(*point.blocks)),
+    "base_mhz": Column(NUMBER, "of the base", lambda point: point.judged.sm_mhz(*point.base_blocks)),
+    "made_s": Column(NUMBER, "seconds of warm-up, compiler and capture", lambda point: point.variant.capture.made_s),
+    "alone_bytes": Column(COUNT, "memory alone in a process", lambda point: point.judged.alone_bytes(point.name)),
+    "added_bytes": Column(COUNT, "that less the base's", lambda point: point.judged.added_bytes(point.name)),
+    "steps_bytes": Column(COUNT, "without captures", lambda point: point.judged.added_bytes_in_steps(point.name)),
+    "others": Column(COUNT, "most benchmarks on other GPUs of the host", lambda point: point.others),
+    "slowed": Column(NUMBER, "base's step / its step alone; 0 if no longer", lambda point: point.judged.slowed),
+    "control_ratio": Column(NUMBER, "ratio of the run's control", lambda point: point.control and point.control.ratio),
+    "control_half_width": Column(NUMBER, "half its interval", lambda point: point.control and point.control.half_width),
+    "base_fastest_ms": Column(NUMBER, "of the base's fastest block", lambda point: min(point.base_times, default=None)),
+    "base_slowest_ms": Column(NUMBER, "of its slowest block", lambda point: max(point.base_times, default=None)),
+    "first_base": Column(TEXT, "base of the run's first build", lambda point: point.first.base),
+    "first_ms": Column(NUMBER, "its mean step", lambda point: point.first.ms(point.first.base)),
+    "first_busy_ms": Column(NUMBER, "the GPU's busy time in it", lambda point: point.first.busy_ms(point.first.base)),
+    "first_kernels": Column(NUMBER, "its kernels", lambda point: _kernels(point.first)),
+    "flops_notes": Column(TEXT, "beside its rate", lambda point: "; ".join(point.judged.build.flops_notes)),
+    "committed": Column(FLAG, "source was committed, or run is published", lambda point: point.is_committed),
+}
+# fmt: on
+_RENAMED = {"busy": "busy_processes"}
+WORKLOAD = [_RENAMED.get(field.name, field.name) for field in fields(Workload)]
+
+
+class Row(NamedTuple):
+    """A row of `rows`: a variant of a workload against one base, over its runs. None stands for NaN.
+
+    Of the newest run, timed ones first: run, path, kind, headline, status, reason, parity, typical_ms,
+    kernels, graph_share, tflops, joules, sm_mhz, made_s. Of the newest run that measured memory: alone_bytes,
+    added_bytes. Medians over passing runs: ceiling, reached, issue_ms, base_issue_ms, busy_ms.
+    """
+
+    row: int  # number of the row, as in `measured` and `hosts`
+    machine: str
+    gpu: str
+    ranks: int
+    model: str
+    preset: str
+    label: str
+    build: str
+    busy_processes: int
+    digest: str
+    workload: str
+    variant: str
+    kind: str
+    base: str  # "" where no eager passed
+    control: bool
+    headline: bool  # `make bench` measures it by default, and no run slowed its base
+    status: str
+    reason: str
+    parity: str
+    base_ms: float | None  # median over hosts
+    base_ms_low: float | None  # fastest host
+    base_ms_high: float | None  # slowest host
+    ms: float | None  # median over hosts; of the base, of its newest run
+    ms_low: float | None
+    ms_high: float | None
+    gain: float | None  # base ms / ms of one host, of several the geometric mean
+    gain_low: float | None
+    gain_high: float | None
+    interval_low: float | None  # 95 % interval of a row with one run on one host
+    interval_high: float | None
+    ceiling: float | None
+    ceiling_low: float | None
+    ceiling_high: float | None
+    reached: float | None
+    cycles: int  # of all runs
+    hosts: int  # with those of the archive
+    archived_hosts: int
+    runs: int  # runs with a ratio
+    issue_ms: float | None
+    base_issue_ms: float | None
+    busy_ms: float | None
+    typical_ms: float | None
+    kernels: float | None
+    graph_share: float | None
+    tflops: float | None
+    joules: float | None
+    sm_mhz: float | None
+    made_s: float | None
+    alone_bytes: int | None
+    added_bytes: int | None
+    run: str
+    path: str
+    memory_run: str  # run of the columns of memory
+    memory_path: str  # its file
+    note: str  # all that a reader has to know beside the numbers
+
+    @property
+    def where(self) -> Workload:
+        """The workload."""
+        return where_of(self)
+
+
+def where_of(line) -> Workload:
+    """Return the workload of a line of any of the tables."""
+    return Workload(*(getattr(line, name) for name in WORKLOAD))
+
+
+@dataclass(frozen=True)
+class Results:
+    """The runs below a folder.
+
+    Attributes:
+        runs: a run that is there twice counts once.
+        faults: a line for each file that cannot be read; such files have no rows.
+        archive: the hosts that were measured before blocks.
+        points: as `measured` returns them.
+    """
+
+    root: Path
+    runs: list[tuple[Path, Run]]
+    faults: list[str]
+    archive: DataFrame
+    points: DataFrame
+
+    @cached_property
+    def rows(self) -> DataFrame:
+        """The points over hosts and runs."""
+        return _rows(self.points, self.hosts)
+
+    @cached_property
+    def hosts(self) -> DataFrame:
+        """The hosts of each row."""
+        return hosts(self.points, self.archive)
+
+    @cached_property
+    def judged(self) -> dict[tuple[str, str], Judged]:
+        """(id of the run, name of the build) -> the build with its verdicts, for what no column holds."""
+        return {(run.id, name): build for _, run in self.runs for name, build in judged(run).items()}
+
+    def records(self, is_shown=None) -> list[Row]:
+        """Return the rows, or those for which a column of flags is true."""
+        return records(self.rows if is_shown is None else self.rows[is_shown])
+
+
+def load(root: Path) -> Results:
+    """Return every run below a folder with all its tables."""
+    runs, faults = _runs_of(root)
+    archived, damaged = _archive_of(root)
+    return Results(root, runs, [*faults, *damaged], archived, measured(points_of(runs)))
+
+
+def _runs_of(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
+    """The runs below a folder and a line for each fault. If two files of one id differ, both are left out."""
+    runs, faults = run_file.find(root)
+    by_id: dict[str, list[tuple[Path, Run]]] = {}
+    for path, run in runs:
+        by_id.setdefault(run.id, []).append((path, run))
+    kept = []
+    for same in by_id.values():
+        if all(run == same[0][1] for _, run in same):
+            kept.append(same[0])
+        else:
+            paths = ", ".join(str(path) for path, _ in same)
+            faults.append(f"{paths}: have one id and differ: none of them counts")
+    return kept, faults
+
+
+def read(root: Path | str) -> DataFrame:
+    """Return a row for each run, build, number of busy processes and variant below a folder, with `COLUMNS`."""
+    return points_of(_runs_of(Path(root))[0])
+
+
+def faults(root: Path | str) -> DataFrame:
+    """Return the files below a folder that are left out, and the reason: another schema, no JSON, ..."""
+    return _as_table(load(Path(root)).faults)
+
+
+def _as_table(faults: list[str]) -> DataFrame:
+    lines = [line.partition(": ") for line in faults]
+    return DataFrame([(path, reason) for path, _, reason in lines], columns=["path", "reason"], dtype=TEXT)
+
+
+def archive(root: Path | str) -> DataFrame:
+    """Return a row for each workload, host and variant that was measured before blocks.
+
+    ms, kernels and reserved_bytes are the variant's mean step, its kernels in a step, and the most memory that it
+    reserved; folder has the sessions.
+    """
+    return _archive_of(Path(root))[0]
+
+
+def _archive_of(root: Path) -> tuple[DataFrame, list[str]]:
+    archived, damaged = archive_file.read(root / "archive")
+    types = {"host": TEXT, "variant": TEXT, "ms": NUMBER, "kernels": NUMBER, "reserved_bytes": COUNT, "folder": TEXT}
+    lines = [
+        (*astuple(where), host.boot, name, ms, host.kernels.get(name), host.reserved_bytes.get(name), str(host.folder))
+        for where, hosts in archived.items()
+        for host in hosts
+        for name, ms in host.ms.items()
+    ]
+    table = DataFrame(lines, columns=[*WORKLOAD, *types])
+    return table.astype({name: COLUMNS[name].type for name in WORKLOAD} | types), damaged
+
+
+def points_of(runs: Iterable[tuple[Path, Run]]) -> DataFrame:
+    """Return a row for each build, number of busy processes and variant of runs, with `COLUMNS`."""
+    points = []
+    for path, run in runs:
+        builds = judged(run)
+        first = next(iter(builds.values()), None)
+        for name, build in builds.items():
+            numbers = {block.busy_processes for facts in build.build.variants.values() for block in facts.blocks}
+            for busy in sorted({0, *numbers}):
+                where = workload_of(run, name, busy)
+                points += [
+                    _Point(path, run, first or build, build, where, variant)
+                    for variant, facts in build.build.variants.items()
+                    if not (variant == run.control and not facts.blocks) and (not busy or build.blocks(variant, True))
+                ]
+    points = _with_earlier_files(points)
+    return DataFrame(
+        {
+            name: pd.Series([column.value(point) for point in points], dtype=column.type)
+            for name, column in COLUMNS.items()
+        }
+    )
+
+
+def _with_earlier_files(points: list[_Point]) -> list[_Point]:
+    """Give a step of a user another name where a newer run measured another file of the same name."""
+    newest: dict[Workload, tuple[str, str]] = {}
+    for point in points:
+        where = replace(point.workload, digest="")
+        newest[where] = max(newest.get(where, ("", "")), (point.run.begin_utc, point.workload.digest))
+    return [
+        point
+        if point.workload.digest == newest[replace(point.workload, digest="")][1]
+        else replace(point, workload=replace(point.workload, label=f"{point.workload.label}{EARLIER}"))
+        for point in points
+    ]
+
+
+def measured(points: DataFrame) -> DataFrame:
+    """Return the points of `read` in the order of rows: machine, workload, variant; the base with most runs first.
+
+    `row` numbers the rows. A run without a time of the variant says nothing against a base: it stands in the row with
+    most runs, and `base` is "" where the variant passed in none.
+    """
+    variant = [*WORKLOAD, "variant"]
+    order = points.assign(place=range(len(points)))
+    order["first"] = order.groupby(variant)["place"].transform("min")
+    by_base = order.groupby([*variant, "base"])["place"]
+    order["runs"], order["first_of_base"] = by_base.transform("size"), by_base.transform("min")
+    keys = {name: True for name in [*WORKLOAD, "first"]} | {"runs": False, "first_of_base": True, "place": True}
+    order = order.sort_values(list(keys), ascending=list(keys.values()), kind="stable")
+    # `first` leaves NA out: the base with most runs.
+    order["base"] = order["base"].fillna(order.groupby(variant)["base"].transform("first")).fillna("")
+    order["row"] = order.groupby([*variant, "base"], sort=False).ngroup()
+    return order.sort_values("row", kind="stable").drop(columns=["place", "first", "runs", "first_of_base"])
+
+
+def newest(points: DataFrame) -> DataFrame:
+    """Return the point of the latest run of each row, timed ones first, by number of the row."""
+    order = points.assign(passed=points["status"] == PASS)
+    order = order.sort_values(["passed", "begin_utc"], ascending=False, kind="stable")
+    return order.drop_duplicates("row").drop(columns="passed").set_index("row").sort_index()
+
+
+def timed(points: DataFrame) -> DataFrame:
+    """Return the points with a ratio."""
+    return points[points["ratio"].notna()]
+
+
+def host_means(points: DataFrame) -> DataFrame:
+    """Return the means of each row on each host, over its runs there."""
+    by_host = timed(points).groupby(["row", "host"], sort=False)
+    means = by_host.agg(base_ms=("base_ms", geometric_mean), ms=("variant_ms", geometric_mean)).reset_index()
+    return means.assign(archived=False, gain=means["base_ms"] / means["ms"])
+
+
+def hosts(points: DataFrame, archived: DataFrame) -> DataFrame:
+    """Return all hosts of each row with base_ms, ms and gain, those of the archive last.
+
+    Hosts of the archive count where the base makes the same kernels as in the row's newest run.
+    """
+    means, latest = host_means(points), newest(points).reset_index()
+    # The archive's builds are of one preset.
+    same = ["gpu", "ranks", "model", "preset", "label", "busy_processes"]
+    old = archived[(archived["build"] == "") & (archived["digest"] == "")]
+    latest = latest[latest["row"].isin(means["row"]) & ~latest["control"] & (latest["base_kernels"] > 0)]
+    pairs = latest[["row", *same, "variant", "base", "base_kernels"]].merge(
+        old[[*same, "variant", "host", "ms"]], on=[*same, "variant"]
+    )
+    bases = old[[*same, "host", "variant", "ms", "kernels"]].rename(columns={"variant": "base", "ms": "old_base_ms"})
+    pairs = pairs.merge(bases, on=[*same, "host", "base"])
+    pairs = pairs[(pairs["kernels"] / pairs["base_kernels"] - 1).abs() <= archive_file.SAME_KERNELS]
+    pairs = pairs[["row", "host", "old_base_ms", "ms"]].rename(columns={"old_base_ms": "base_ms"})
+    pairs = pairs.assign(archived=True, gain=pairs["base_ms"] / pairs["ms"])
+    every = pd.concat([means, pairs]) if len(pairs) else means
+    return every.drop_duplicates(["row", "host"]).sort_values("row", kind="stable").reset_index(drop=True)
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean to the last digit of the statistics module; NaN of nothing."""
+    numbers = list(values)
+    return plain.geometric_mean(numbers) if numbers else float("nan")
+
+
+def _over(hosts: DataFrame) -> DataFrame:
+    """The columns of `Row` that are over hosts."""
+    ends = {"_low": "min", "_high": "max"}
+    parts = {f"{name}{end}": (name, how) for name in ("base_ms", "ms", "gain") for end, how in ends.items()}
+    return hosts.groupby("row").agg(
+        base_ms=("base_ms", "median"),
+        ms_over_hosts=("ms", "median"),
+        gain=("gain", geometric_mean),
+        hosts=("host", "size"),
+        archived_hosts=("archived", "sum"),
+        **parts,
+    )
+
+
+def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
+    """Return the points of `measured` over hosts and runs, with the columns of `Row`."""
+    return _rows(points, host_means(points) if archived is None else hosts(points, archived))
+
+
+def _rows(points: DataFrame, hosts: DataFrame) -> DataFrame:
+    latest, passed, with_ratio = newest(points), points[points["status"] == PASS], timed(points)
+    with_memory = points[points["alone_bytes"].notna()]
+    memory = newest(with_memory)[["run", "path", "alone_bytes", "added_bytes", "steps_bytes"]]
+    medians = passed.groupby("row").agg(
+        **{name: (name, "median") for name in ("ceiling", "reached", "issue_ms", "base_issue_ms", "busy_ms")},
+        ceiling_low=("ceiling", "min"),
+        ceiling_high=("ceiling", "max"),
+    )
+    sums = with_ratio.groupby("row").agg(
+        cycles=("cycles", "sum"),
+        runs=("run", "size"),
+        is_apart=("apart", "any"),
+        most_slowed=("slowed", "max"),
+        most_others=("others", "max"),
+        **{name: (name, "first") for name in OF_ONE_RUN},
+    )
+    sums["beside"] = with_ratio["others"].gt(0).groupby(with_ratio["row"]).sum()
+    parts = [medians, _over(hosts), sums, memory.rename(columns={"run": "memory_run", "path": "memory_path"})]
+    table = latest.rename(columns={"base_ms": "newest_base_ms"})
+    for part in parts:
+        table = table.drop(columns=part.columns, errors="ignore").join(part)
+    table["is_committed"] = points.groupby("row")["committed"].all()
+    counts = {name: table[name].fillna(0).astype(COUNT) for name in ("cycles", "runs", "hosts", "archived_hosts")}
+    table = table.assign(**counts)
+    has_interval = (table["runs"] == 1) & (table["archived_hosts"] == 0) & (table["cycles"] > 1)
+    table["interval_low"], table["interval_high"] = table["low"].where(has_interval), table["high"].where(has_interval)
+    table["ms"] = table["ms_over_hosts"].fillna(table["ms"].where(table["status"] == PASS))
+    table["headline"] &= table["slowed"] == 0
+    for name in ("run", "path"):
+        table[f"memory_{name}"] = table[f"memory_{name}"].fillna(table[name])
+    table["note"] = pd.Series([_note(row) for row in _plain(table)], index=table.index, dtype=TEXT)
+    return table.reset_index()[list(Row._fields)]
+
+
+def _plain(table: DataFrame) -> list:
+    """The lines of a table with Python's numbers, and None in the place of NaN and NA."""
+    return list(table.astype(object).where(table.notna(), None).itertuples(index=False, name="Line"))
+
+
+def records(table: DataFrame) -> list[Row]:
+    """Return rows of `rows` with Python's numbers, and None in the place of NaN."""
+    return [Row(*line) for line in _plain(table)]
+
+
+def _note(row) -> str:
+    """All that a reader has to know beside the numbers. It rests on timed, passing runs alone."""
+    word = intervals.word(row) if row.interval_low is not None else ""
+    texts = [word if word in ("same", "unclear") else ""]
+    if row.base not in ("eager", "", row.variant) and not row.control:
+        texts.append(f"against {row.base}")
+    texts.append("no eager variant passed" if not row.base and row.kind != "eager" else "")
+    if row.runs and not row.control:
+        texts.append(f"its graphs hold {row.captured} alone" if row.captured else "")
+        # A faster base of the run's first build: the ratio then overstates the gain.
+        if row.first_base not in ("", row.base) and row.first_ms and row.newest_base_ms is not None:
+            is_faster = row.first_ms < row.newest_base_ms / 1.01
+            texts.append(f"{row.first_base} of the other build: {digits(row.first_ms)} ms" if is_faster else "")
+        texts.append("a process for each block" if row.is_apart else "")
+        # Beside a small effect stands by how much two equal programs differed in the same run.
+        if word and abs(row.gain - 1) < intervals.SMALL_EFFECT and row.control_ratio is not None:
+            texts.append(f"control {row.control_ratio:.3f}x +- {100 * row.control_half_width:.1f} %")
+        fastest, slowest = row.base_fastest_ms, row.base_slowest_ms
+        if row.runs == 1 and fastest is not None and slowest > (1 + WIDE_SPREAD) * fastest:
+            texts.append(f"{row.base} {digits(fastest)} to {digits(slowest)} ms")
+        if row.beside:
+            runs = "" if row.runs == 1 else f"{row.beside} of {row.runs} runs "
+            most = "up to " * (row.runs > 1) + counted(row.most_others, "benchmark")
+            texts.append(f"{runs}beside {most} on other GPUs")
+        texts.append(f"{row.base} slowed {row.most_slowed:.2f} times in a run" if row.most_slowed else "")
+        added, steps = row.added_bytes or 0, row.steps_bytes
+        if added >= GIB / 2:
+            is_brief = steps is not None and added - steps >= GIB / 2
+            texts.append(f"adds {gib(added)} GiB" + (f" in its capture, {gib(steps)} in steps" if is_brief else ""))
+        texts.append(row.flops_notes)
+    texts.append("" if row.is_committed else "uncommitted source")
+    return "; ".join(filter(None, texts)) if row.status == PASS else ""
+
+
+def work(args) -> int:
+    """Write a table."""
+    root, target = Path(args.root), Path(args.to)
+    if not root.is_dir():
+        raise Mistake(f"{root}: no such folder")
+    if target.suffix not in (".csv", ".parquet"):
+        raise Mistake(f"--to {args.to}: ends in .csv or .parquet")
+    results = load(root)
+    tables = {
+        "points": results.points,
+        "rows": results.rows,
+        "archive": results.archive,
+        "faults": _as_table(results.faults),
+    }
+    table = tables[args.table]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.suffix == ".csv":
+        table.to_csv(target, index=False)
+    else:
+        table.to_parquet(target, index=False)
+    print(f"{shown(target)}: {counted(len(table), 'line')}")
+    return 1 if results.faults else 0
+
+
+def main(argv=None) -> int:
+    """Run the program; return its exit status."""
+    parser = command.parser_of("frame", "A table of all runs below a folder, as csv or parquet.")
+    parser.add_argument("root", metavar="DIR", nargs="?", default="results", help="a root of runs (results)")
+    parser.add_argument("--to", metavar="FILE", default=RUNS / "frame.csv", help="csv or parquet (runs/frame.csv)")
+    parser.add_argument("--table", choices=("points", "rows", "archive", "faults"), default="points", help="(points)")
+    args = parser.parse_args(argv)
+    return command.exit_status("python -m benchmarks.frame", lambda: work(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
