@@ -32,14 +32,13 @@ from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run, Variant, digits
 from graph_worth.harness.files.workload import Workload, workload_of
 from graph_worth.harness.intervals import Ratio
-from graph_worth.harness.judge import PASS, Judged, Verdict, judged
+from graph_worth.harness.judge import PASS, Judged, judged
 from graph_worth.harness.pages.cells import GIB, counted, gib
 
 # Ends the label of a user's step that a newer run measured with another file.
 EARLIER = ", earlier file"
 # A row names the scatter of its base's blocks if they differ by more.
 WIDE_SPREAD = 0.10
-# Columns of a row with one run.
 OF_ONE_RUN = ("low", "high", "control_ratio", "control_half_width", "base_fastest_ms", "base_slowest_ms")
 TEXT, NUMBER, COUNT, FLAG = "string", "float64", "Int64", "boolean"
 
@@ -60,10 +59,6 @@ class _Point:
         return self.judged.build.variants[self.name]
 
     @property
-    def verdict(self) -> Verdict:
-        return self.judged.verdicts[self.name]
-
-    @property
     def blocks(self) -> tuple[str, bool]:
         return self.name, self.workload.busy > 0
 
@@ -72,12 +67,8 @@ class _Point:
         return self.judged.base, self.workload.busy > 0
 
     @property
-    def is_control(self) -> bool:
-        return self.name == self.run.control
-
-    @property
     def base(self) -> str | None:
-        base = self.judged.build.anchor if self.is_control else self.judged.base
+        base = self.judged.build.anchor if self.name == self.run.control else self.judged.base
         return base if self.judged.passed(self.name) else None
 
     @cached_property
@@ -87,18 +78,6 @@ class _Point:
     @cached_property
     def control(self) -> Ratio | None:
         return self.judged.ratio_of(self.run.control, self.workload.busy > 0) if self.run.control else None
-
-    @cached_property
-    def ceiling(self) -> float | None:
-        return self.judged.ceiling(*self.blocks)
-
-    @property
-    def reached(self) -> float | None:
-        return self.ratio.ratio / self.ceiling if self.ratio and self.ceiling else None
-
-    @property
-    def uncaptured_busy_ms(self) -> float | None:
-        return self.judged.busy_ms(self.judged.uncaptured(self.name))
 
     @property
     def base_times(self) -> list[float]:
@@ -119,6 +98,12 @@ def _kernels(build: Judged) -> float | None:
     return build.build.variants[build.base].profile.kernels if build.base else None
 
 
+def _kernel_us(build: Judged) -> float | None:
+    """The mean time of a kernel of a build's base."""
+    busy_ms, kernels = build.busy_ms(build.base), _kernels(build)
+    return 1e3 * busy_ms / kernels if busy_ms and kernels else None
+
+
 class Column(NamedTuple):
     """A column of `read`: its type in pandas, its meaning, and the function that makes it from a point."""
 
@@ -129,72 +114,70 @@ class Column(NamedTuple):
 
 # fmt: off
 COLUMNS = {
-    "run": Column(TEXT, "id of the run", lambda point: point.run.id),
-    "path": Column(TEXT, "its file", lambda point: str(point.path)),
-    "begin_utc": Column(TEXT, "its begin", lambda point: point.run.begin_utc),
-    "host": Column(TEXT, "boot of the host", lambda point: str(point.run.host.boot)),
-    "machine": Column(TEXT, "as NVIDIA H200, 2 GPUs", lambda point: point.workload.machine),
-    "workload": Column(TEXT, "as gpt3/bench, with label, build and busy processes", lambda point: point.workload.name),
-    "gpu": Column(TEXT, "as NVIDIA H200, or CPU", lambda point: point.workload.gpu),
-    "ranks": Column(COUNT, "number of GPUs, or of ranks on the CPU", lambda point: point.workload.ranks),
-    "model": Column(TEXT, "folder of the model", lambda point: point.workload.model),
-    "preset": Column(TEXT, "preset; bench-l6 where the GPU held 6 layers of more", lambda point: point.workload.preset),
-    "label": Column(TEXT, "flags behind the preset", lambda point: point.workload.label),
-    "build": Column(TEXT, 'build of the run; "" for the preset itself', lambda point: point.workload.build),
-    "busy_processes": Column(COUNT, "number beside the steps; 0 in quiet cycles", lambda point: point.workload.busy),
-    "digest": Column(TEXT, "of the file of a user's own step", lambda point: point.workload.digest),
-    "variant": Column(TEXT, "as graph_step", lambda point: point.name),
-    "base": Column(TEXT, "variant that the ratio compares with; NA if this one failed", lambda point: point.base),
-    "kind": Column(TEXT, "eager, graph or compile", lambda point: point.variant.kind),
-    "captured": Column(TEXT, "part in the graphs, if not all", lambda point: point.variant.traits.get("part")),
-    "headline": Column(FLAG, "`make bench` measures it by default", lambda point: point.variant.headline),
-    "control": Column(FLAG, "the base measured once more", lambda point: point.is_control),
-    "apart": Column(FLAG, "each block has a process of its own", lambda point: point.variant.apart),
-    "status": Column(TEXT, "pass, failed, oom, unsupported, ...", lambda point: point.verdict.status),
-    "reason": Column(TEXT, "why it did not pass", lambda point: point.verdict.reason),
-    "parity": Column(TEXT, "agreement with the reference", lambda point: point.verdict.parity),
-    "ms": Column(NUMBER, "mean step over all blocks", lambda point: point.judged.ms(*point.blocks)),
-    "variant_ms": Column(NUMBER, "its step in the base's cycles", lambda point: point.ratio and point.ratio.variant_ms),
-    "base_ms": Column(NUMBER, "the base's step in them", lambda point: point.ratio and point.ratio.base_ms),
-    "ratio": Column(NUMBER, "base_ms / variant_ms", lambda point: point.ratio and point.ratio.ratio),
-    "low": Column(NUMBER, "lower end of the ratio's 95 % interval", lambda point: point.ratio and point.ratio.low),
-    "high": Column(NUMBER, "upper end of it", lambda point: point.ratio and point.ratio.high),
-    "half_width": Column(NUMBER, "half its width, relative", lambda point: point.ratio and point.ratio.half_width),
-    "cycles": Column(COUNT, "cycles of the ratio", lambda point: point.ratio and point.ratio.cycles),
-    "typical_ms": Column(NUMBER, "mean of the blocks' medians", lambda point: point.judged.typical_ms(*point.blocks)),
-    "issue_ms": Column(NUMBER, "the host's time to issue a step", lambda point: point.judged.issue_ms(*point.blocks)),
-    "base_issue_ms": Column(NUMBER, "of the base", lambda point: point.judged.issue_ms(*point.base_blocks)),
-    "busy_ms": Column(NUMBER, "the GPU's busy time in a step", lambda point: point.judged.busy_ms(point.name)),
-    "uncaptured_busy_ms": Column(NUMBER, "of the same program without graphs", lambda point: point.uncaptured_busy_ms),
-    "ceiling": Column(NUMBER, "most of a graph's gain: base_ms / uncaptured_busy_ms", lambda point: point.ceiling),
-    "reached": Column(NUMBER, "ratio / ceiling", lambda point: point.reached),
-    "kernels": Column(NUMBER, "kernels in a step", lambda point: point.variant.profile.kernels),
-    "base_kernels": Column(NUMBER, "of the base", lambda point: _kernels(point.judged)),
-    "graph_share": Column(NUMBER, "share of kernels in graphs", lambda point: point.variant.profile.graph_share),
-    "tflops": Column(NUMBER, "useful TFLOP/s of a rank", lambda point: point.judged.tflops(*point.blocks)),
-    "joules": Column(NUMBER, "energy of a step", lambda point: point.judged.joules(*point.blocks)),
-    "sm_mhz": Column(NUMBER, "median clock", lambda point: point.judged.sm_mhz(*point.blocks)),
-    "base_mhz": Column(NUMBER, "of the base", lambda point: point.judged.sm_mhz(*point.base_blocks)),
-    "made_s": Column(NUMBER, "seconds of warm-up, compiler and capture", lambda point: point.variant.capture.made_s),
-    "alone_bytes": Column(COUNT, "memory alone in a process", lambda point: point.judged.alone_bytes(point.name)),
-    "added_bytes": Column(COUNT, "that less the base's", lambda point: point.judged.added_bytes(point.name)),
-    "steps_bytes": Column(COUNT, "without captures", lambda point: point.judged.added_bytes_in_steps(point.name)),
-    "others": Column(COUNT, "most benchmarks on other GPUs of the host", lambda point: point.others),
-    "slowed": Column(NUMBER, "base's step / its step alone; 0 if no longer", lambda point: point.judged.slowed),
-    "control_ratio": Column(NUMBER, "ratio of the run's control", lambda point: point.control and point.control.ratio),
-    "control_half_width": Column(NUMBER, "half its interval", lambda point: point.control and point.control.half_width),
-    "base_fastest_ms": Column(NUMBER, "of the base's fastest block", lambda point: min(point.base_times, default=None)),
-    "base_slowest_ms": Column(NUMBER, "of its slowest block", lambda point: max(point.base_times, default=None)),
-    "first_base": Column(TEXT, "base of the run's first build", lambda point: point.first.base),
-    "first_ms": Column(NUMBER, "its mean step", lambda point: point.first.ms(point.first.base)),
-    "first_busy_ms": Column(NUMBER, "the GPU's busy time in it", lambda point: point.first.busy_ms(point.first.base)),
-    "first_kernels": Column(NUMBER, "its kernels", lambda point: _kernels(point.first)),
-    "flops_notes": Column(TEXT, "beside its rate", lambda point: "; ".join(point.judged.build.flops_notes)),
-    "committed": Column(FLAG, "source was committed, or run is published", lambda point: point.is_committed),
+    "run": Column(TEXT, "id of the run", lambda at: at.run.id),
+    "path": Column(TEXT, "its file", lambda at: str(at.path)),
+    "begin_utc": Column(TEXT, "its begin", lambda at: at.run.begin_utc),
+    "host": Column(TEXT, "boot of the host", lambda at: str(at.run.host.boot)),
+    "machine": Column(TEXT, "as NVIDIA H200, 2 GPUs", lambda at: at.workload.machine),
+    "workload": Column(TEXT, "as gpt3/bench, with label, build and busy processes", lambda at: at.workload.name),
+    "gpu": Column(TEXT, "as NVIDIA H200, or CPU", lambda at: at.workload.gpu),
+    "ranks": Column(COUNT, "number of GPUs, or of ranks on the CPU", lambda at: at.workload.ranks),
+    "model": Column(TEXT, "folder of the model", lambda at: at.workload.model),
+    "preset": Column(TEXT, "preset; bench-l6 where the GPU held 6 layers of more", lambda at: at.workload.preset),
+    "label": Column(TEXT, "flags behind the preset", lambda at: at.workload.label),
+    "build": Column(TEXT, 'build of the run; "" for the preset itself', lambda at: at.workload.build),
+    "busy_processes": Column(COUNT, "number beside the steps; 0 in quiet cycles", lambda at: at.workload.busy),
+    "digest": Column(TEXT, "of the file of a user's own step", lambda at: at.workload.digest),
+    "variant": Column(TEXT, "as graph_step", lambda at: at.name),
+    "base": Column(TEXT, "variant that the ratio compares with; NA if this one failed", lambda at: at.base),
+    "kind": Column(TEXT, "eager, graph or compile", lambda at: at.variant.kind),
+    "captured": Column(TEXT, "part in the graphs, if not all", lambda at: at.variant.traits.get("part")),
+    "headline": Column(FLAG, "`make bench` measures it by default", lambda at: at.variant.headline),
+    "control": Column(FLAG, "the base measured once more", lambda at: at.name == at.run.control),
+    "apart": Column(FLAG, "each block has a process of its own", lambda at: at.variant.apart),
+    "status": Column(TEXT, "pass, failed, oom, unsupported, ...", lambda at: at.judged.verdicts[at.name].status),
+    "reason": Column(TEXT, "why it did not pass", lambda at: at.judged.verdicts[at.name].reason),
+    "parity": Column(TEXT, "agreement with the reference", lambda at: at.judged.verdicts[at.name].parity),
+    "ms": Column(NUMBER, "mean step over all blocks", lambda at: at.judged.ms(*at.blocks)),
+    "variant_ms": Column(NUMBER, "its step in the base's cycles", lambda at: at.ratio and at.ratio.variant_ms),
+    "base_ms": Column(NUMBER, "the base's step in them", lambda at: at.ratio and at.ratio.base_ms),
+    "ratio": Column(NUMBER, "base_ms / variant_ms", lambda at: at.ratio and at.ratio.ratio),
+    "low": Column(NUMBER, "lower end of the ratio's 95 % interval", lambda at: at.ratio and at.ratio.low),
+    "high": Column(NUMBER, "upper end of it", lambda at: at.ratio and at.ratio.high),
+    "half_width": Column(NUMBER, "half its width, relative", lambda at: at.ratio and at.ratio.half_width),
+    "cycles": Column(COUNT, "cycles of the ratio", lambda at: at.ratio and at.ratio.cycles),
+    "typical_ms": Column(NUMBER, "mean of the blocks' medians", lambda at: at.judged.typical_ms(*at.blocks)),
+    "issue_ms": Column(NUMBER, "the host's time to issue a step", lambda at: at.judged.issue_ms(*at.blocks)),
+    "base_issue_ms": Column(NUMBER, "of the base", lambda at: at.judged.issue_ms(*at.base_blocks)),
+    "busy_ms": Column(NUMBER, "the GPU's busy time in a step", lambda at: at.judged.busy_ms(at.name)),
+    "uncaptured_busy_ms": Column(NUMBER, "uncaptured", lambda at: at.judged.busy_ms(at.judged.uncaptured(at.name))),
+    "ceiling": Column(NUMBER, "most of it: base_ms / uncaptured_busy_ms", lambda at: at.judged.ceiling(*at.blocks)),
+    "reached": Column(NUMBER, "ratio / ceiling", lambda at: at.judged.reached(*at.blocks)),
+    "kernels": Column(NUMBER, "kernels in a step", lambda at: at.variant.profile.kernels),
+    "base_kernels": Column(NUMBER, "of the base", lambda at: _kernels(at.judged)),
+    "graph_share": Column(NUMBER, "share of kernels in graphs", lambda at: at.variant.profile.graph_share),
+    "tflops": Column(NUMBER, "useful TFLOP/s of a rank", lambda at: at.judged.tflops(*at.blocks)),
+    "joules": Column(NUMBER, "energy of a step", lambda at: at.judged.joules(*at.blocks)),
+    "sm_mhz": Column(NUMBER, "median clock", lambda at: at.judged.sm_mhz(*at.blocks)),
+    "base_mhz": Column(NUMBER, "of the base", lambda at: at.judged.sm_mhz(*at.base_blocks)),
+    "made_s": Column(NUMBER, "seconds of warm-up, compiler and capture", lambda at: at.variant.capture.made_s),
+    "alone_bytes": Column(COUNT, "memory alone in a process", lambda at: at.judged.alone_bytes(at.name)),
+    "added_bytes": Column(COUNT, "that less the base's", lambda at: at.judged.added_bytes(at.name)),
+    "steps_bytes": Column(COUNT, "without captures", lambda at: at.judged.added_bytes_in_steps(at.name)),
+    "others": Column(COUNT, "benchmarks on other GPUs", lambda at: at.others),
+    "slowed": Column(NUMBER, "base's step / its step alone; 0 if no longer", lambda at: at.judged.slowed),
+    "control_ratio": Column(NUMBER, "ratio of the run's control", lambda at: at.control and at.control.ratio),
+    "control_half_width": Column(NUMBER, "half its interval", lambda at: at.control and at.control.half_width),
+    "base_fastest_ms": Column(NUMBER, "of the base's fastest block", lambda at: min(at.base_times, default=None)),
+    "base_slowest_ms": Column(NUMBER, "of its slowest block", lambda at: max(at.base_times, default=None)),
+    "first_base": Column(TEXT, "base of the run's first build", lambda at: at.first.base),
+    "first_ms": Column(NUMBER, "its mean step", lambda at: at.first.ms(at.first.base)),
+    "first_kernel_us": Column(NUMBER, "mean time of its kernels", lambda at: _kernel_us(at.first)),
+    "flops_notes": Column(TEXT, "beside its rate", lambda at: "; ".join(at.judged.build.flops_notes)),
+    "committed": Column(FLAG, "source was committed, or run is published", lambda at: at.is_committed),
 }
 # fmt: on
-_RENAMED = {"busy": "busy_processes"}
-WORKLOAD = [_RENAMED.get(field.name, field.name) for field in fields(Workload)]
+WORKLOAD = [{"busy": "busy_processes"}.get(field.name, field.name) for field in fields(Workload)]
 
 
 class Row(NamedTuple):
@@ -261,11 +244,6 @@ class Row(NamedTuple):
     memory_path: str  # its file
     note: str  # all that a reader has to know beside the numbers
 
-    @property
-    def where(self) -> Workload:
-        """The workload."""
-        return where_of(self)
-
 
 def where_of(line) -> Workload:
     """Return the workload of a line of any of the tables."""
@@ -280,7 +258,6 @@ class Results:
         runs: a run that is there twice counts once.
         faults: a line for each file that cannot be read; such files have no rows.
         archive: the hosts that were measured before blocks.
-        points: as `measured` returns them.
     """
 
     root: Path
@@ -292,7 +269,7 @@ class Results:
     @cached_property
     def rows(self) -> DataFrame:
         """The points over hosts and runs."""
-        return _rows(self.points, self.hosts)
+        return rows(self.points, self.archive)
 
     @cached_property
     def hosts(self) -> DataFrame:
@@ -339,11 +316,7 @@ def read(root: Path | str) -> DataFrame:
 
 def faults(root: Path | str) -> DataFrame:
     """Return the files below a folder that are left out, and the reason: another schema, no JSON, ..."""
-    return _as_table(load(Path(root)).faults)
-
-
-def _as_table(faults: list[str]) -> DataFrame:
-    lines = [line.partition(": ") for line in faults]
+    lines = [line.partition(": ") for line in load(Path(root)).faults]
     return DataFrame([(path, reason) for path, _, reason in lines], columns=["path", "reason"], dtype=TEXT)
 
 
@@ -385,12 +358,8 @@ def points_of(runs: Iterable[tuple[Path, Run]]) -> DataFrame:
                     if not (variant == run.control and not facts.blocks) and (not busy or build.blocks(variant, True))
                 ]
     points = _with_earlier_files(points)
-    return DataFrame(
-        {
-            name: pd.Series([column.value(point) for point in points], dtype=column.type)
-            for name, column in COLUMNS.items()
-        }
-    )
+    series = {name: pd.Series([*map(column.value, points)], dtype=column.type) for name, column in COLUMNS.items()}
+    return DataFrame(series)
 
 
 def _with_earlier_files(points: list[_Point]) -> list[_Point]:
@@ -489,10 +458,6 @@ def _over(hosts: DataFrame) -> DataFrame:
 
 def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
     """Return the points of `measured` over hosts and runs, with the columns of `Row`."""
-    return _rows(points, host_means(points) if archived is None else hosts(points, archived))
-
-
-def _rows(points: DataFrame, hosts: DataFrame) -> DataFrame:
     latest, passed, with_ratio = newest(points), points[points["status"] == PASS], timed(points)
     with_memory = points[points["alone_bytes"].notna()]
     memory = newest(with_memory)[["run", "path", "alone_bytes", "added_bytes", "steps_bytes"]]
@@ -510,7 +475,8 @@ def _rows(points: DataFrame, hosts: DataFrame) -> DataFrame:
         **{name: (name, "first") for name in OF_ONE_RUN},
     )
     sums["beside"] = with_ratio["others"].gt(0).groupby(with_ratio["row"]).sum()
-    parts = [medians, _over(hosts), sums, memory.rename(columns={"run": "memory_run", "path": "memory_path"})]
+    over = _over(host_means(points) if archived is None else hosts(points, archived))
+    parts = [medians, over, sums, memory.rename(columns={"run": "memory_run", "path": "memory_path"})]
     table = latest.rename(columns={"base_ms": "newest_base_ms"})
     for part in parts:
         table = table.drop(columns=part.columns, errors="ignore").join(part)
@@ -573,25 +539,15 @@ def _note(row) -> str:
 
 def work(args) -> int:
     """Write a table."""
-    root, target = Path(args.root), Path(args.to)
-    if not root.is_dir():
-        raise Mistake(f"{root}: no such folder")
-    if target.suffix not in (".csv", ".parquet"):
+    if not Path(args.root).is_dir():
+        raise Mistake(f"{args.root}: no such folder")
+    if args.to.suffix not in (".csv", ".parquet"):
         raise Mistake(f"--to {args.to}: ends in .csv or .parquet")
-    results = load(root)
-    tables = {
-        "points": results.points,
-        "rows": results.rows,
-        "archive": results.archive,
-        "faults": _as_table(results.faults),
-    }
-    table = tables[args.table]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.suffix == ".csv":
-        table.to_csv(target, index=False)
-    else:
-        table.to_parquet(target, index=False)
-    print(f"{shown(target)}: {counted(len(table), 'line')}")
+    results = load(Path(args.root))
+    table = faults(args.root) if args.table == "faults" else getattr(results, args.table)
+    args.to.parent.mkdir(parents=True, exist_ok=True)
+    (table.to_csv if args.to.suffix == ".csv" else table.to_parquet)(args.to, index=False)
+    print(f"{shown(args.to)}: {counted(len(table), 'line')}")
     return 1 if results.faults else 0
 
 
@@ -599,7 +555,7 @@ def main(argv=None) -> int:
     """Run the program; return its exit status."""
     parser = command.parser_of("frame", "A table of all runs below a folder, as csv or parquet.")
     parser.add_argument("root", metavar="DIR", nargs="?", default="results", help="a root of runs (results)")
-    parser.add_argument("--to", metavar="FILE", default=RUNS / "frame.csv", help="csv or parquet (runs/frame.csv)")
+    parser.add_argument("--to", metavar="FILE", type=Path, default=RUNS / "frame.csv", help="(runs/frame.csv)")
     parser.add_argument("--table", choices=("points", "rows", "archive", "faults"), default="points", help="(points)")
     args = parser.parse_args(argv)
     return command.exit_status("python -m benchmarks.frame", lambda: work(args))

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from benchmarks.compare import found_in
-from benchmarks.frame import Results, Row, timed
+from benchmarks.frame import Results, Row, timed, where_of
 from graph_worth.harness import command, intervals
 from graph_worth.harness.command import Mistake
 from graph_worth.text import printable
@@ -54,7 +54,7 @@ def changes(old: Results, new: Results) -> list[Change]:
     """Each variant of the workloads that are on both sides, of one kind of GPU; controls left out."""
     # Of several bases the one with most runs stands first.
     before, now = (
-        {(row.where, row.variant): row for row in reversed(results.records(~results.rows["control"]))}
+        {(where_of(row), row.variant): row for row in reversed(results.records(~results.rows["control"]))}
         for results in (old, new)
     )
     again = {workload for workload, _ in now}

@@ -139,14 +139,13 @@ def added(path: Path, results: Path) -> list[str]:
     content = run_file.read_all(path)
     runs_with_path = [(path, run) for run in _runs_of(content)]
     published = frame.load(results)
-    before = {(row.where, row.variant, row.base): row for row in published.records()}
-    points = frame.measured(frame.points_of(runs_with_path))
+    before = {(frame.where_of(row), row.variant, row.base): row for row in published.records()}
     lines = []
-    for row in frame.records(frame.rows(points)):
+    for row in frame.records(frame.rows(frame.measured(frame.points_of(runs_with_path)))):
         if row.kind == "eager" or row.control or not row.headline:
             continue
         name = f"{row.machine}, {row.workload} {row.variant}"
-        old = before.get((row.where, row.variant, row.base))
+        old = before.get((frame.where_of(row), row.variant, row.base))
         if row.base_ms is None or row.ms is None:
             lines.append(f"{name}: {row.status} ({row.reason})")
             continue

@@ -126,7 +126,7 @@ def of(results: Results) -> list[Headline]:
     archived = archived[~archived["key"].isin(frame.timed(measured)["key"])]
     lines = []
     for hosts in (_of_points(results, measured), archived):
-        runs = frame.timed(measured)[[*_ON_GPU, "row", "begin_utc", "alone_bytes", "first_busy_ms", "first_kernels"]]
+        runs = frame.timed(measured)[[*_ON_GPU, "row", "begin_utc", "alone_bytes", "first_kernel_us"]]
         lines += [_headline(results, group, runs) for _, group in hosts.groupby("key", sort=False)]
     return sorted(lines, key=lambda line: (-line.gain[1], line.name))
 
@@ -239,12 +239,8 @@ def _on_gpu(gpu: str, hosts: DataFrame, kept: DataFrame, runs: DataFrame) -> OnG
     used = runs[runs["row"].isin(kept["row"])].sort_values("begin_utc", ascending=False, kind="stable")
     sizes = [size for table in (used["alone_bytes"], kept["reserved_bytes"]) for size in table.dropna() if size]
     means = tuple(HostMeans(*line) for line in hosts[list(HostMeans._fields)].itertuples(index=False))
-    kernel_us = None
-    if len(used):
-        busy_ms, kernels = used["first_busy_ms"].iloc[0], used["first_kernels"].iloc[0]
-        has_profile = not is_missing(busy_ms) and not is_missing(kernels) and busy_ms and kernels
-        kernel_us = float(1e3 * busy_ms / kernels) if has_profile else None
-    return OnGpu(gpu, means, max(sizes, default=None), len(used) > 0, kernel_us)
+    kernel_us = [None if is_missing(us) else us for us in used["first_kernel_us"]]
+    return OnGpu(gpu, means, max(sizes, default=None), len(used) > 0, kernel_us[0] if kernel_us else None)
 
 
 def bands(lines: Sequence[Headline]) -> dict[str, list[Headline]]:

@@ -296,13 +296,9 @@ def _nvidia(results, page, argument):
     return tables.markdown(names, lines) if lines else NOTHING
 
 
-def _reached(points: DataFrame) -> DataFrame:
-    """Each graph in each run on a GPU that has a gain and a ceiling, contended cycles apart."""
-    return points[points["reached"].notna()]
-
-
 def _ceiling(points: DataFrame) -> str:
-    reached = _reached(points)
+    # Each graph in each run on a GPU that has a gain and a ceiling, contended cycles apart.
+    reached = points.dropna(subset="reached")
     if not len(reached):
         return NOTHING
     most, worst = reached["reached"].max() - 1, (reached["reached"] * reached["ceiling"]).min()
@@ -313,7 +309,7 @@ def _ceiling(points: DataFrame) -> str:
 
 def ceiling_text(points: DataFrame) -> str:
     """Return how many graphs reached step / busy, in a sentence or two."""
-    text, reached = _ceiling(points).removeprefix("**Ceiling.** "), _reached(points)
+    text, reached = _ceiling(points).removeprefix("**Ceiling.** "), points.dropna(subset="reached")
     after = reached[reached["begin_utc"] > RULE_WRITTEN]
     if not len(after):
         return text
@@ -328,8 +324,7 @@ def ceiling_text(points: DataFrame) -> str:
 def misses(points: DataFrame) -> list[str]:
     """Return a line for each graph that stayed more than 5 % below its ceiling, with the cause."""
     lines = []
-    reached = _reached(points)
-    for graph in reached[reached["reached"] < 1 - intervals.NEAR].itertuples():
+    for graph in points[points["reached"] < 1 - intervals.NEAR].itertuples():
         if not graph.busy_ms > 0 or not graph.ms > 0:
             continue
         cause = f"its kernels take {100 * (graph.busy_ms / graph.uncaptured_busy_ms - 1):+.1f} %"

@@ -45,10 +45,6 @@ def gain_and_interval(row: Row) -> str:
     return f"{gain(row)} ({interval})" if interval else gain(row)
 
 
-def _number_of_hosts(row):
-    return f"{row.hosts} ({row.archived_hosts})" if row.archived_hosts else str(row.hosts or "")
-
-
 CELLS: dict[str, Callable[[Row], str]] = {
     "workload": lambda row: row.workload,
     "variant": lambda row: f"{row.variant} (base again)" if row.control else row.variant,
@@ -59,7 +55,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "gain": lambda row: gain(row) if row.hosts < 2 else "",
     "95 % or range": lambda row: cells.interval(row.interval_low, row.interval_high) if row.hosts < 2 else gain(row),
     "most": lambda row: "" if row.control else times(row.ceiling),
-    "on hosts": _number_of_hosts,
+    "on hosts": lambda row: str(row.hosts or "") + (f" ({row.archived_hosts})" if row.archived_hosts else ""),
     "gain over hosts": gain_and_interval,
     "at most": lambda row: "" if row.control else span(row.ceiling_low, row.ceiling_high, ".3f", "x"),
     "hosts": lambda row: cells.hosts_text(row.hosts, row.archived_hosts) if row.hosts else "",
@@ -99,7 +95,7 @@ def screen(results: Results, rows: DataFrame, wide: bool = False) -> str:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines.append(_line(table[0], columns, widths))
         for before, row, line in zip([None, *shown], shown, table[1:], strict=False):
-            if before is None or row.where != before.where:
+            if before is None or frame.where_of(row) != frame.where_of(before):
                 lines.append(row.workload)
             text = _line(line, columns, widths)
             if len(text) > SCREEN and not wide:

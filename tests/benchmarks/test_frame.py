@@ -1,6 +1,7 @@
 """The frame: points of runs, rows over hosts, hosts of the archive, one base a row."""
 
 import os
+import re
 
 import msgspec
 import pandas as pd
@@ -365,6 +366,17 @@ def test_make_frame_writes_every_table(tmp_path, capsys, table):
     assert frame.main([str(tmp_path), "--table", table, "--to", str(target)]) == 0
     number = {"points": 2, "rows": 2, "archive": 2, "faults": 0}[table]
     assert len(pd.read_csv(target)) == number and capsys.readouterr().out == f"{target}: {number} lines\n"
+
+
+def test_the_example_of_the_page_runs(monkeypatch, capsys):
+    """Its output has the lines of the page but for numbers, which new runs change."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "frame.md").read_text()
+    code, output = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    exec(code, {})
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].split() == output.splitlines()[0].split()
+    assert printed.splitlines()[-4:][0].split() == output.splitlines()[-4:][0].split()
 
 
 def test_parquet_keeps_types(tmp_path):
