@@ -204,6 +204,19 @@ def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp
     assert [line.hosts_text for line in headlines.of(frame.load(tmp_path))] == ["2 H200"]
 
 
+def test_a_step_whose_graphs_are_all_of_an_earlier_file_without_a_profile_is_no_headline(tmp_path):
+    """The newest file's graph had no memory."""
+    for number, digest in enumerate(("old", "new")):
+        more = {"flags": ["--step", "muon.py:build", "--step-digest", digest], "boot": digest}
+        run = made_run(id=f"20261125T10150{number}Z-a7d396c1", model=OWN_STEP, label="muon-build", ms=MS, **more)
+        run.begin_utc = f"2026-12-0{number + 1}T00:00:00Z"
+        if digest == "new":
+            graph = run.builds[""].variants["graph_layer"]
+            graph.raised, graph.blocks = Raised(kind="oom", reason="too large"), []
+        write(run, tmp_path / "h200x1/your_step-bench")
+    assert headlines.of(frame.load(tmp_path)) == [] and table("front", tmp_path) == readme.NOTHING
+
+
 def test_memory_minutes_and_versions_are_those_of_the_runs(tmp_path):
     run = made_run(alone={"eager": 2**30, "graph_layer": 3 * 2**30}, gpus=H100)
     run.begin_utc, run.end_utc = "2026-12-01T00:00:00Z", "2026-12-01T00:03:30Z"
