@@ -85,9 +85,9 @@ class EagerStatic:
         """Steps, reruns, their mean ms, and the rows of the fullest buffer over its capacity, since the last call."""
         if self.reruns and self.state.device.type == "cuda":
             torch.cuda.synchronize(self.state.device)
-        each = [self._ms(begin, end) for begin, end in self.reruns]
-        mean = statistics.mean(each) if each else None
-        counted = {"steps": self.num_steps, "reruns": len(each), "rerun_ms": mean, "used": round(self.used, 4)}
+        rerun_times = [self._ms(begin, end) for begin, end in self.reruns]
+        mean = statistics.mean(rerun_times) if rerun_times else None
+        counted = {"steps": self.num_steps, "reruns": len(rerun_times), "rerun_ms": mean, "used": round(self.used, 4)}
         self._forget()
         return counted
 

@@ -266,8 +266,8 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         graphs = ctx.graphs
-        own = [grad for grad, has_grad in zip(grads, graphs.has_grad, strict=True) if has_grad]
-        torch._foreach_copy_(graphs.grads, own)
+        used_grads = [grad for grad, has_grad in zip(grads, graphs.has_grad, strict=True) if has_grad]
+        torch._foreach_copy_(graphs.grads, used_grads)
         graphs.backward.replay()
         return graphs.grad_x, None  # the gradients of hidden and of graphs
 

@@ -77,8 +77,8 @@ class State:
         if self.world_size > 1:
             every = [None] * self.world_size
             torch.distributed.all_gather_object(every, (shapes, most))
-            shapes = sorted({pair for found, _ in every for pair in found})
-            most = tuple(max(values) for values in zip(*(each for _, each in every), strict=True))
+            shapes = sorted({pair for rank_shapes, _ in every for pair in rank_shapes})
+            most = tuple(max(values) for values in zip(*(rank_most for _, rank_most in every), strict=True))
         largest = most if self.config.buckets == "auto" else (self.config.max_frames, self.config.max_tokens)
         cost = functools.partial(rnnt_config.padded_cost, self.config)
         return buckets.make_plan(self.config.buckets, shapes, *largest, cost)

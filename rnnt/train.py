@@ -343,7 +343,7 @@ class ForwardAndBackward:
         backward, _ = self.pool.capture(lambda: self._backward(output, grad_output), (grad_output,))
         # `output` keeps autograd's graph, and so the activations, until this method returns: nothing else refers to it.
         # Then the next bucket may use their memory, since in a step no graph of another bucket comes between these two.
-        self.graphs[length] = Graphs(forward, [each.detach() for each in outputs], backward, grad_output)
+        self.graphs[length] = Graphs(forward, [tensor.detach() for tensor in outputs], backward, grad_output)
 
     @torch.no_grad()  # the copies are not for autograd
     def _backward(self, output, grad_output):

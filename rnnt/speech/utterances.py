@@ -147,8 +147,8 @@ class Speech:
                 generator = np.random.default_rng([self.seed, epoch])
                 self._permutation = epoch, generator.permutation(self.num_samples)
             return self._permutation[1][start : start + batch].tolist(), batch
-        own = list(range(start, min(start + batch, self.num_samples)))
-        return own + [index % self.num_samples for index in range(batch - len(own))], len(own)
+        rows = list(range(start, min(start + batch, self.num_samples)))
+        return rows + [index % self.num_samples for index in range(batch - len(rows))], len(rows)
 
     def _upload(self, tensor):
         if tensor.device.type == self.device.type:
