@@ -41,13 +41,13 @@ def require_split(sizes: dict[str, int], tp: int, share: int = 1) -> None:
         ValueError: A width is not divisible by tp x share; the text names the flag to change, and its largest value
             that divides all of them.
     """
-    flag, by, count, other = "--tp", f"--tp {tp}", tp, 1
+    flag, by, count, fixed = "--tp", f"--tp {tp}", tp, 1
     if share > 1:
-        flag, by, count, other = "--share-tp", f"--share-tp {share} x --tp {tp} = {share * tp}", share, tp
+        flag, by, count, fixed = "--share-tp", f"--share-tp {share} x --tp {tp} = {share * tp}", share, tp
     common = math.gcd(*sizes.values())
     for name, size in sizes.items():
         if size % (share * tp):
-            fits = [each for each in range(1, min(count, 4096) + 1) if common % (each * other) == 0]
+            fits = [value for value in range(1, min(count, 4096) + 1) if common % (value * fixed) == 0]
             more = f": take {flag} {fits[-1]}" if fits else ""
             raise ValueError(f"{name} {size} is not divisible by {by}{more}")
 
@@ -72,9 +72,9 @@ def fit_layers(config, presets, need, available_bytes: int, unit: int = 1):
     return dataclasses.replace(config, layers=counts[fits - 1])
 
 
-def fewer_layers(fitted, asked, gib_free: float) -> str:
+def fewer_layers(fitted, given, gib_free: float) -> str:
     """The note of a run that `fit_layers` made smaller: tables find the number of layers in it."""
-    return f"{fitted.layers} of {asked.layers} layers: what fits into {gib_free:.0f} GiB"
+    return f"{fitted.layers} of {given.layers} layers: what fits into {gib_free:.0f} GiB"
 
 
 def blame(config, presets, need, available_bytes: int) -> str | None:
@@ -84,7 +84,7 @@ def blame(config, presets, need, available_bytes: int) -> str | None:
     the one that differs in the fewest fields. Of several flags those are named that save most, until the rest fits.
     """
     preset_name, changed = min(
-        ((name, _changed(config, preset)) for name, preset in presets.items()), key=lambda found: len(found[1])
+        ((name, _changed(config, preset)) for name, preset in presets.items()), key=lambda pair: len(pair[1])
     )
     preset, blamed, left = presets[preset_name], [], config
     while need(left) > available_bytes:

@@ -99,9 +99,9 @@ def buffer_slots(steps, transfers) -> dict[tuple[int, int], int]:
     num_slots = 0
     for key in sorted(steps, key=lambda key: (arrival[key], place[key])):
         step, microbatch = key
-        for last, other in [each for each in busy if each[0] < arrival[key]]:
-            busy.remove((last, other))
-            free[other[0] > 0].append(slots[other])
+        for last, busy_key in [pair for pair in busy if pair[0] < arrival[key]]:
+            busy.remove((last, busy_key))
+            free[busy_key[0] > 0].append(slots[busy_key])
         # Activations and gradients apart, the oldest first: so that fewer microbatches, which leave out some passes,
         # find them free as well.
         if free[step > 0]:
@@ -125,7 +125,7 @@ def communications(pp: int, stage: int, chunks: int, microbatches: int) -> list[
     to another and their receives come in the same order, so that one process group without tags serves both ways: the
     pipeline's, in which a stage's number is its rank.
     """
-    orders = [numbered(order(pp, each, chunks, microbatches)) for each in range(pp)]
+    orders = [numbered(order(pp, number, chunks, microbatches)) for number in range(pp)]
     starts = _starts(pp, chunks, orders)
     places = [{key: index for index, key in enumerate(steps)} for steps in orders]
     messages = []

@@ -184,9 +184,9 @@ class State(History):
         if self.ranks.dp > 1:
             collectives.all_reduce_mean_(self.loss, self.groups.replicas)
         # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
-        place = self.slot(index)
-        self.losses[place].copy_(self.loss)
-        self.grad_norms[place].copy_(self.adam.grad_norm)
+        slot = self.slot(index)
+        self.losses[slot].copy_(self.loss)
+        self.grad_norms[slot].copy_(self.adam.grad_norm)
 
     @torch.no_grad()
     def evaluate(self) -> float:

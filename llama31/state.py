@@ -85,8 +85,8 @@ class State(History):
         if c.layer == "te":
             rope, make, more = angles, TransformerEngineLayer, (self.recipe,)
         else:
-            own = angles[positions_of(c, self.place.context_rank)][:, None, None].to(self.device)
-            rope, make, more = (own.cos(), own.sin()), PlainLayer, ()
+            local_angles = angles[positions_of(c, self.place.context_rank)][:, None, None].to(self.device)
+            rope, make, more = (local_angles.cos(), local_angles.sin()), PlainLayer, ()
         self.layers = torch.nn.ModuleList(make(*parts, rope, dtype, self.device, *more) for _ in self.numbers)
         # The plan is of the widest stage. Its last layers keep most, which all stages have.
         self.calls = [
@@ -232,9 +232,9 @@ class State(History):
             _require_number("gradient norm", self.adam.grad_norm)
         with section("losses"):
             self.mean_loss(self.microbatch_losses, self.loss)
-        place = self.slot(index)
-        self.losses[place].copy_(self.loss)
-        self.grad_norms[place].copy_(self.adam.grad_norm)
+        slot = self.slot(index)
+        self.losses[slot].copy_(self.loss)
+        self.grad_norms[slot].copy_(self.adam.grad_norm)
 
     def mean_loss(self, losses, out) -> None:
         """The sum of microbatches' losses into `out`, from the last stage, averaged over data and context ranks."""
@@ -315,8 +315,8 @@ class State(History):
         """int64 [sequences, s + 1] -> this context rank's tokens and targets [m, s / cp, b], within the vocabulary."""
         c = self.config
         rows = (torch.from_numpy(rows) % (c.vocab // c.share)).view(c.microbatches, c.microbatch, -1).transpose(1, 2)
-        own = positions_of(c, self.place.context_rank)
-        batch = {"tokens": rows[:, own].contiguous(), "targets": rows[:, own + 1].contiguous()}
+        positions = positions_of(c, self.place.context_rank)
+        batch = {"tokens": rows[:, positions].contiguous(), "targets": rows[:, positions + 1].contiguous()}
         if self.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
