@@ -267,17 +267,17 @@ def require_steps(flag, value):
 
 def _listed(variants):
     width = max(map(len, variants))
-    listed = [f"  {name:{width}}  {each.help}" for name, each in variants.items()]
-    other = ", ".join(f"{status} {name}" for name, status in EXIT_STATUS.items())
-    return "\n".join(["variants:", *listed, "", f"exit status: {other}, 1 failed, 2 mistake on the command line"])
+    listed = [f"  {name:{width}}  {variant.help}" for name, variant in variants.items()]
+    statuses = ", ".join(f"{status} {name}" for name, status in EXIT_STATUS.items())
+    return "\n".join(["variants:", *listed, "", f"exit status: {statuses}, 1 failed, 2 mistake on the command line"])
 
 
 def require_known(what, name, table):
     """ValueError where `name` is not in the table of what --`what` takes; it gives the new name for an old one."""
     if name in table:
         return
-    for new, each in table.items():
-        if name and getattr(each, "formerly", "") == name:
+    for new, entry in table.items():
+        if name and getattr(entry, "formerly", "") == name:
             raise ValueError(f"variant {name!r} is now {new!r}")
     raise ValueError(f"unknown {what} {name!r}, --{what} takes one of {', '.join(table)}")
 

@@ -13,8 +13,8 @@ CODE = PACKAGE if IS_INSTALLED else PACKAGE.parent
 
 def models_below(folder: Path) -> list[Path]:
     """Return the folders with a train.py below a folder, as gpt3/ and examples/minimal/, sorted."""
-    found = [path.parent for pattern in ("[!.]*/train.py", "[!.]*/*/train.py") for path in folder.glob(pattern)]
-    return sorted(path for path in found if path.parent.name != "tests")
+    folders = [path.parent for pattern in ("[!.]*/train.py", "[!.]*/*/train.py") for path in folder.glob(pattern)]
+    return sorted(path for path in folders if path.parent.name != "tests")
 
 
 def _root() -> Path:

@@ -73,7 +73,7 @@ def copy_results(results, value) -> None:
 
 def _flattened(args, kwargs) -> tuple[list, TreeSpec | None]:
     """Leaves and structure of a call's arguments. Most have no nests, and a tree of them would take as long again."""
-    if kwargs or any(isinstance(each, tuple | list | dict) for each in args):
+    if kwargs or any(isinstance(argument, tuple | list | dict) for argument in args):
         return tree_flatten((args, kwargs))
     return list(args), None
 
@@ -134,11 +134,11 @@ class Recorder:
 
     def _run(self, fn):
         global _recording
-        originals = [(place, name, vars(place).get(name)) for place, name, _ in rules.PATCHED]
+        originals = [(owner, name, vars(owner).get(name)) for owner, name, _ in rules.PATCHED]
         _recording = self
         try:
-            for place, name, reason in rules.PATCHED:
-                setattr(place, name, self._refusing(getattr(place, name), f"{place.__name__}.{name}", reason))
+            for owner, name, reason in rules.PATCHED:
+                setattr(owner, name, self._refusing(getattr(owner, name), f"{owner.__name__}.{name}", reason))
             with _FunctionMode(self.function), _DispatchMode(self.operator):
                 result = fn()
             self._check_random_states("the end of the capture")
@@ -148,11 +148,11 @@ class Recorder:
             raise self.error from error
         finally:
             _recording = None
-            for place, name, original in originals:
+            for owner, name, original in originals:
                 if original is None:
-                    delattr(place, name)
+                    delattr(owner, name)
                 else:
-                    setattr(place, name, original)
+                    setattr(owner, name, original)
         # Code that catches RuntimeError does not turn a broken capture into a good one.
         if self.error is not None:
             raise self.error

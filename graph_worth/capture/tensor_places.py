@@ -35,9 +35,9 @@ def fill_free(device: torch.device, value: int) -> None:
         return
     torch.cuda.synchronize(device)
     # Other pools are those of graphs.
-    place = (device.index, (0, 0))
+    pool = (device.index, (0, 0))
     segments = torch.cuda.memory.memory_snapshot()
-    fill_inactive([part for part in segments if (part["device"], part["segment_pool_id"]) == place], value, device)
+    fill_inactive([part for part in segments if (part["device"], part["segment_pool_id"]) == pool], value, device)
 
 
 def extent(tensor: torch.Tensor) -> int:

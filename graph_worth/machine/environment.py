@@ -108,8 +108,8 @@ def _version(distribution):
 
 
 def _cpu_model():
-    found = re.search(r"^model name\s*:\s*(.+)$", read_text("/proc/cpuinfo") or "", re.MULTILINE)
-    return found.group(1).strip() if found else platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", read_text("/proc/cpuinfo") or "", re.MULTILINE)
+    return match.group(1).strip() if match else platform.machine()
 
 
 def nvidia_smi(*words: str) -> str | None:

@@ -287,12 +287,12 @@ class Loop:
         )
 
     def _read_times(self, count):
-        own = [_ms(a, b) for a, b in itertools.pairwise(self._times["stamps"])]
-        step_ms = [max(at_once) for at_once in zip(*of_all_ranks(own), strict=True)]
+        local_ms = [_ms(a, b) for a, b in itertools.pairwise(self._times["stamps"])]
+        step_ms = [max(at_once) for at_once in zip(*of_all_ranks(local_ms), strict=True)]
         ms, wall_s = round(math.fsum(step_ms) / count, 5), self._times["wall_s"]
         self.result.update(
             ms=ms,
-            step_ms=[round(each, 4) for each in step_ms],
+            step_ms=[round(time_ms, 4) for time_ms in step_ms],
             seconds=round(wall_s, 4),
             batch_classes=len({self.training.batch_class(index) for index in range(count)}),
             items_per_s=self.training.items / ms * 1e3,
@@ -306,7 +306,7 @@ class Loop:
             with self.phase("afterwards"):
                 self._afterwards()
         faults = of_all_ranks(broken_promise(self.result))
-        first = next((rank for rank, own in enumerate(faults) if own), None)
+        first = next((rank for rank, fault in enumerate(faults) if fault), None)
         if first is None:
             self.result["status"] = "pass"
             return
