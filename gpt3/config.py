@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from common import flops
 from common.parallel.groups import Parallel, Ranks, require_divisible, require_schedule
-from graph_worth.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
 
 PRECISIONS = ("fp8", "bf16", "fp32")
 

@@ -14,10 +14,8 @@ from common.precision.fp8 import NoScaling
 from gpt3.config import Config, fit, require
 from gpt3.emulated_fp8 import EmulatedScaling
 from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
-from graph_worth.capture.pool import StaticInputs
+from graph_worth import StaticInputs, Unsupported, section
 from graph_worth.machine import host_state
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import section
 from graph_worth.parallel import collectives
 from graph_worth.parallel.host_messages import of_all_ranks
 

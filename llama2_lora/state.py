@@ -13,10 +13,8 @@ from common.optimizers.hyperparameters import Hyperparameters
 from common.parallel.buckets import reduce_norm_
 from common.parallel.groups import make_groups
 from common.precision import nvfp4
-from graph_worth.capture.pool import StaticInputs
+from graph_worth import StaticInputs, Unsupported, section
 from graph_worth.machine import host_state
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import section
 from graph_worth.parallel import collectives
 from graph_worth.parallel.host_messages import of_all_ranks
 from llama2_lora import plan

@@ -8,7 +8,7 @@ from common.fit import require_split
 from common.flops import Transformer
 from common.parallel.groups import Parallel, require_divisible
 from common.scope_rules import Setting, refuse
-from graph_worth.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
 from graph_worth.machine.allocator import has_expandable_segments, nccl_registers
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")

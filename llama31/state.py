@@ -11,9 +11,7 @@ from common.optimizers.hyperparameters import Hyperparameters
 from common.optimizers.no_adam import NoAdam
 from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import make_groups
-from graph_worth.capture.pool import StaticInputs
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import mark, section
+from graph_worth import StaticInputs, Unsupported, mark, section
 from graph_worth.parallel import collectives
 from llama31 import validation
 from llama31.config import Config, layers_of_stages

@@ -18,8 +18,8 @@ import os
 import torch
 
 from common.scope_rules import Setting, refuse
+from graph_worth import Unsupported
 from graph_worth.machine.allocator import has_expandable_segments, nccl_registers
-from graph_worth.made_variant import Unsupported
 from graph_worth.parallel import collectives
 from moe.config import Config
 from moe.kernels import labels, rows

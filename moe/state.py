@@ -14,10 +14,8 @@ from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
 from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import fill_
-from graph_worth.capture.pool import StaticInputs
+from graph_worth import StaticInputs, Unsupported, mark, section
 from graph_worth.machine import host_state
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import mark, section
 from graph_worth.parallel import collectives
 from graph_worth.parallel.host_messages import of_all_ranks
 from moe.attention import Sequences

@@ -20,8 +20,7 @@ import time
 
 import torch
 
-from graph_worth.contract import variant
-from graph_worth.measuring.marks import mark, section
+from graph_worth import mark, section, variant
 from graph_worth.parallel import collectives
 from moe.exchange import require_capturable
 from moe.state import State

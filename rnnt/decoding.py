@@ -16,7 +16,7 @@ Source: MLPerf training v3.1, NVIDIA's rnnt/decoder.py, which gives the same lab
 import torch
 import torch.nn.functional as F
 
-from graph_worth.capture.pool import Pool
+from graph_worth import Pool
 from rnnt.speech.transcripts import open_tokenizer
 
 # LibriSpeech's dev-clean, which the benchmark is evaluated on, has as many.

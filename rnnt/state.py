@@ -7,9 +7,8 @@ import torch
 
 from common.optimizers.loss_scaler import LossScaler
 from common.step_report import ScaledReport
+from graph_worth import Unsupported, section
 from graph_worth.machine import memory
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import section
 from rnnt import config as rnnt_config
 from rnnt.config import GENERATED, Config
 from rnnt.data import buckets

@@ -13,7 +13,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 
 try:
     import triton

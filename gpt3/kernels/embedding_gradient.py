@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 
 ROWS, COLUMNS = 64, 64  # that a program sums for
 TOKENS, ALL_TOKENS = 64, 2048  # that it looks at in one go; that _look_for does

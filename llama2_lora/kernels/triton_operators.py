@@ -7,7 +7,7 @@ another order, and a sigmoid is FP32's to two units in the last place.
 import torch
 import triton
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 from llama2_lora.kernels import triton_kernels as kernels
 from llama2_lora.kernels.torch_operators import Operators, writes_operand
 

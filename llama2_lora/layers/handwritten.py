@@ -12,7 +12,7 @@ the same quantised for the GEMM that reads it first.
 import torch
 
 from common.precision import nvfp4
-from graph_worth.measuring.marks import mark
+from graph_worth import mark
 from llama2_lora.config import Config
 from llama2_lora.kernels.attention import split_qkv
 from llama2_lora.kernels.scaling import Formats, Scaling, restored

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from common.schedule import communications, numbered, order
-from graph_worth.measuring.marks import mark, section
+from graph_worth import mark, section
 from graph_worth.parallel import collectives
 
 

@@ -10,9 +10,7 @@ from functools import partial
 from itertools import groupby
 
 from common.schedule import buffer_slots
-from graph_worth.capture.pool import Pool
-from graph_worth.contract import variant
-from graph_worth.measuring.marks import section
+from graph_worth import Pool, section, variant
 from llama31.model import run_again
 from llama31.pipeline import stage as pipeline
 from llama31.state import State

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 from moe.kernels import in_triton, tl, triton
 
 # Choices of a program, and blocks of choices whose counts are added at a time.
