@@ -87,8 +87,8 @@ import torch
 from common.flops import CAUSAL_HALF, peak_flops
 from gpt3.state import State, hyperparameters, resolve
 
-# A Pool holds graphs that share memory; without a GPU host graphs stand in for them. section names a part of the step in
-# a profile, at a mark the harness times the host. In a capture both do nothing.
+# A Pool holds graphs that share memory; without a GPU host graphs stand in for them. section names a part of the step
+# in a profile, at a mark the harness times the host. In a capture both do nothing.
 from graph_worth import Capture, Pool, mark, section, session
 
 # ------------------------------------------------------------------------------------------------
