@@ -113,7 +113,7 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
         raise Mistake(f"--out {args.out}: results/ grows by make publish RUN=... alone; take another folder")
     number = f"--nnodes {args.nnodes} x --ngpu {args.ngpu} (NGPU)"
     script.require_world_size(description, preset, started.world_size, number)
-    asked = Ask(
+    request = Ask(
         model=model,
         preset=preset,
         flags=args.flags,
@@ -137,37 +137,37 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
         if name in unchanged:
             continue
         names = {name} if name else {name, *unchanged}
-        own = [each for each in chosen if names & set(_builds_of(each, description))]
-        kinds = {description["kinds"][each] for each in own}
-        is_new = not {each for build in asked.builds for each in build.variants} >= set(own)
+        variants = [variant for variant in chosen if names & set(_builds_of(variant, description))]
+        kinds = {description["kinds"][variant] for variant in variants}
+        is_new = not {variant for build in request.builds for variant in build.variants} >= set(variants)
         # Eagers of a build alone say nothing that another build has not said.
         is_undone = {text.split("=")[0] for text in args.flags} & set(map(flag_of, fields))
         if "eager" in kinds and (is_new or kinds != {"eager"}) and not is_undone:
-            asked.builds.append(_build(asked, name, fields, own, has_control=not args.no_control))
-    if not asked.builds:
+            request.builds.append(_build(request, name, fields, variants, has_control=not args.no_control))
+    if not request.builds:
         raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")
-    return asked
+    return request
 
 
 def _asked(name, flags, config) -> str:
     """The value of a field that preset and command line give, as text."""
     value, flag = config.get(name), flag_of(name)
     for text, following in itertools.zip_longest(flags, flags[1:]):
-        word, has_value, own = text.partition("=")
+        word, has_value, inline = text.partition("=")
         if word == flag:
-            value = own if has_value else following
+            value = inline if has_value else following
     return str(value)
 
 
-def chosen_variants(asked: str | None, description: dict) -> list[str]:
+def chosen_variants(text: str | None, description: dict) -> list[str]:
     """Return names in the model's order, eager first: the headline ones, those that are asked for, or all."""
     known, formerly = description["variants"], description["formerly"]
-    if asked is None:
+    if text is None:
         names = description["headline"] or list(known)
-    elif asked.strip().lower() == "all":
+    elif text.strip().lower() == "all":
         names = list(known)
     else:
-        names = words_of(asked)
+        names = words_of(text)
         renamed = [f"{name!r} is now {formerly[name]!r}" for name in names if name in formerly]
         if renamed:
             raise Mistake(f"variant {', '.join(renamed)}")
@@ -177,7 +177,7 @@ def chosen_variants(asked: str | None, description: dict) -> list[str]:
     wanted = {"eager", *names, *(description["reference"].get(name, "eager") for name in names)}
     # Each build needs an eager variant of its own.
     for build in {build for name in names for build in _builds_of(name, description)}:
-        eagers = [each for each in script.eagers_of(description) if build in _builds_of(each, description)]
+        eagers = [eager for eager in script.eagers_of(description) if build in _builds_of(eager, description)]
         wanted |= set(eagers[:1])
     return [name for name in known if name in wanted]
 
@@ -186,11 +186,11 @@ def _builds_of(variant, description):
     return description["variant_builds"][variant]
 
 
-def _build(asked, name, fields, own, has_control) -> BuildRequest:
-    description, on_gpu = asked.description, bool(asked.gpus.names)
+def _build(request, name, fields, variants, has_control) -> BuildRequest:
+    description, on_gpu = request.description, bool(request.gpus.names)
     options = [text for key, value in fields.items() for text in (flag_of(key), str(value))]
-    script_words = [*script.words_of(asked.model), "--preset", asked.preset]
-    declared = {variant: _declared(variant, own, description) for variant in own}
+    script_words = [*script.words_of(request.model), "--preset", request.preset]
+    declared = {variant: _declared(variant, variants, description) for variant in variants}
     if has_control:
         declared[CONTROL] = {
             "kind": "eager",
@@ -199,33 +199,33 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
             "headline": False,
             **{"parity": None, "tolerance": None, "traits": {}},
         }
-    environment = _environment(asked.root, on_gpu)
-    if not on_gpu and asked.model != OWN_STEP:
+    environment = _environment(request.root, on_gpu)
+    if not on_gpu and request.model != OWN_STEP:
         # Toy sizes gain nothing from a second thread, and wait for it where other programs have the core.
         environment.setdefault("OMP_NUM_THREADS", "1")
     parity = description.get("parity_variables") if on_gpu else None
-    layers = _asked("layers", [*asked.flags, *options], description["presets"][asked.preset])
+    layers = _asked("layers", [*request.flags, *options], description["presets"][request.preset])
     return BuildRequest(
         name=name,
         fields=fields,
         variants=declared,
-        command=lambda variant: asked.launch.command([*script_words, "--variant", variant, *asked.flags, *options]),
+        command=lambda variant: request.launch.command([*script_words, "--variant", variant, *request.flags, *options]),
         environment=environment,
         parity_environment=environment | parity if parity else None,
-        eagers=[each for each in own if each in script.eagers_of(description)],
+        eagers=[variant for variant in variants if variant in script.eagers_of(description)],
         asked_layers=int(layers) if layers.isdecimal() else None,
-        ranks=asked.ranks,
+        ranks=request.ranks,
     )
 
 
-def _declared(variant, own, description) -> dict:
-    """The declaration of a variant, as the run file needs it. `own`: all variants of the build."""
+def _declared(variant, variants, description) -> dict:
+    """The declaration of a variant, as the run file needs it. `variants`: all variants of the build."""
     tolerance = description["tolerance"].get(variant)
     reference = description["reference"].get(variant, "eager")
     return {
         "kind": description["kinds"][variant],
         "help": description["variants"][variant],
-        "reference": reference if reference in own else own[0],
+        "reference": reference if reference in variants else variants[0],
         "parity": "bitwise" if variant in description["bitwise"] else tolerance,
         "tolerance": tolerance,
         "headline": variant in description["headline"],
