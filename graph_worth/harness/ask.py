@@ -1,5 +1,6 @@
 """A checked command line of `make bench`, and the machine that it meets: models, builds, variants, environment."""
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -7,14 +8,15 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from graph_worth.config import flag_of
+from graph_worth.config import checked, flag_of
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import script
 from graph_worth.harness.builds.request import BuildRequest
-from graph_worth.harness.command import RUNS, Mistake, words_of
+from graph_worth.harness.command import RUNS, Mistake, amount, count, positive, words_of
 from graph_worth.harness.files import facts
 from graph_worth.harness.processes import launch
 from graph_worth.harness.processes.gpus import Gpus
+from graph_worth.harness.processes.launch import PORT
 
 RESULTS = ROOT / "results"
 CONTROL = script.CONTROL
@@ -25,10 +27,27 @@ ALWAYS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # variable; GOMP_SPINCOUNT (libgomp, in PyTorch's wheels) and KMP_BLOCKTIME (LLVM's and Intel's) say the same.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
+_cycles = checked(
+    lambda text: text if text == "auto" else int(text),
+    lambda number: number == "auto" or 1 <= number <= 1000,
+    "a number of cycles from 1 to 1000, or auto",
+)
+_label = checked(
+    str,
+    lambda text: re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,47}", text),
+    "a word of letters, digits, '.', '_' and '-', at most 48",
+)
+
+
+def _flag(default, help, metavar=None, type=None, also=""):
+    """A field with a flag. `also`: programs that take it, too, and header: a begun run goes on with the same value."""
+    words = {"metavar": metavar, "type": type, "default": default} if metavar else {"action": "store_true"}
+    return field(default=default, metadata={"also": f"run {also}".split(), "words": {"help": help} | words})
+
 
 @dataclass(kw_only=True)
 class Options:
-    """Options of a measurement, as `python -m benchmarks.run --help` explains them.
+    """Options of a measurement. Each `_flag` is a flag of benchmarks.run.
 
     Attributes:
         model: a name, some with commas, or all.
@@ -38,25 +57,53 @@ class Options:
     """
 
     model: str
-    preset: str | None = None
-    variants: str | None = None
-    no_control: bool = False
-    no_audit: bool = False
-    cycles: int | str | None = None
-    minutes: float | None = None
-    ngpu: int = 1
-    host_load: int = 0
-    out: str | None = None
-    label: str | None = None
-    share_memory: bool = False
-    limit_s: float = 600.0
-    nnodes: int = 1
-    launch: str | None = None
-    rendezvous: str | None = None
-    python: str | None = None
+    preset: str | None = _flag(None, "bench where a GPU is found, else tiny", "NAME")
+    variants: str | None = _flag(
+        None, "the headline variants unless told; all, or some names", "A,B", also="measure submit"
+    )
+    no_control: bool = _flag(False, "without the base once more as if it were a variant")
+    no_audit: bool = _flag(False, "without blocks that eager repeats in a process of its own")
+    cycles: int | str | None = _flag(
+        None, "cycles (8; tiny: 3), or auto: until +-0.5 %%, at least 8", "N", _cycles, also="measure submit"
+    )
+    minutes: float | None = _flag(
+        None, "go on with cycles until then; with auto: no longer (10)", "M", amount, also="measure submit"
+    )
+    ngpu: int = _flag(1, "GPUs, or ranks on the CPU (1)", "N", positive, also="measure")
+    host_load: int = _flag(0, "busy processes in every second cycle (0)", "N", count, also="measure submit header")
+    out: str | None = _flag(
+        None, "root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)", "DIR", also="measure"
+    )
+    label: str | None = _flag(None, "ends the folder's name (made of flags after --)", "WORD", _label)
+    share_memory: bool = _flag(False, "eager steps in the graphs' memory, as where both do not fit", also="header")
+    limit_s: float = _flag(600.0, "a worker that is silent for so long hangs (600)", "S", amount)
+    nnodes: int = _flag(1, "nodes, --ngpu ranks on each (1)", "N", positive)
+    launch: str | None = _flag(
+        None, "starts what follows it on every node; see graph_worth/harness/processes/launch.py", "COMMAND"
+    )
+    rendezvous: str | None = _flag(None, f"node 0, for the others (this host:{PORT})", "HOST:PORT")
+    python: str | None = _flag(None, "interpreter of the training script (this one)", "PATH")
     flags: list[str] = field(default_factory=list)
     is_census: bool = False
     end_s: float | None = None
+
+
+def flags_for(use: str) -> dict[str, dict]:
+    """Return words for argparse by the name of each flag for a use: run (all), measure, submit or header."""
+    declared = [field for field in dataclasses.fields(Options) if use in field.metadata.get("also", ())]
+    return {field.name: field.metadata["words"] for field in declared}
+
+
+def add_flags(parser, use: str, **helps) -> None:
+    """Add the flags for a use to a parser; `helps`: texts that differ from run's."""
+    for name, words in flags_for(use).items():
+        parser.add_argument(flag_of(name), **words | ({"help": helps[name]} if name in helps else {}))
+
+
+def values_for(kind: type, source) -> dict:
+    """Return the values of a source for the fields of a dataclass, where it has them by the same name."""
+    names = [declared.name for declared in dataclasses.fields(kind)]
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
 
 @dataclass(kw_only=True)

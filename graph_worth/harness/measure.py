@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 
 from graph_worth.folders import CODE, OWN_STEP, ROOT, START
-from graph_worth.harness import command, intervals, judge, run
+from graph_worth.harness import ask, command, intervals, judge, run
 from graph_worth.harness.ask import Options
-from graph_worth.harness.command import Mistake, amount, count, positive
+from graph_worth.harness.command import Mistake
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged, Verdict
 from graph_worth.harness.pages.run_table import milliseconds
@@ -89,16 +89,14 @@ def parse(argv=None) -> argparse.Namespace:
     add("--doctor", action="store_true", help="only say what stands against a graph of it")
     add("--quick", action="store_true", help="issue and busy of the eager step alone")
     add("--json", action="store_true", help="print the verdict as JSON, and all else on stderr")
-    add(
-        "--variants",
-        metavar="A,B",
-        help=f"some of {', '.join(WHAT)} (those that can be best)",
-    )
-    add("--cycles", metavar="N", type=run.cycles_asked, help="cycles (8, of which 5 must fit; CPU 3), or auto")
-    add("--minutes", metavar="M", type=amount, help="go on with cycles until then")
-    add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")
-    add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
-    add("--out", metavar="DIR", help="root of the runs (runs)")
+    helps = {
+        "variants": f"some of {', '.join(WHAT)} (those that can be best)",
+        "cycles": "cycles (8, of which 5 must fit; CPU 3), or auto",
+        "minutes": "go on with cycles until then",
+        "ngpu": "GPUs, or ranks on the CPU, under torchrun (1)",
+        "out": "root of the runs (runs)",
+    }
+    ask.add_flags(parser, "measure", **helps)
     return parser.parse_args(argv)
 
 
@@ -119,8 +117,8 @@ def named_step(step: str) -> tuple[str, list[str]]:
 def request(args: argparse.Namespace, usual: str | None = None) -> Options:
     """Return the options of the run that measures the step; `usual`: variants where none are named."""
     label, flags = named_step(args.step)
-    handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}
-    options = Options(model=MODEL, label=label, flags=flags, variants=args.variants or usual, **handed_on)
+    options = Options(model=MODEL, label=label, flags=flags, **ask.values_for(Options, args))
+    options.variants = args.variants or usual
     unknown = [name for name in command.words_of(args.variants or "") if name not in VARIANTS]
     if unknown:
         raise Mistake(f"unknown variant {unknown[0]!r}, --variants takes some of {', '.join(VARIANTS)}")

@@ -26,7 +26,6 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from graph_worth.config import checked
 from graph_worth.files import write_text
 from graph_worth.folders import OWN_STEP
 from graph_worth.harness import ask, command, judge
@@ -34,7 +33,7 @@ from graph_worth.harness.ask import Options
 from graph_worth.harness.builds.build_measurement import BuildMeasurement
 from graph_worth.harness.builds.build_worker import OutOfVariants, StartFailed
 from graph_worth.harness.builds.request import Settings
-from graph_worth.harness.command import Mistake, amount, count, positive, shown
+from graph_worth.harness.command import Mistake, shown
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.files.partial import Partial
@@ -52,17 +51,6 @@ BLOCK_S = {"tiny": 0.1, "other": 1.0}
 OWN_BLOCK_S = 0.5
 SOURCE = {"commit": "git_sha", "tree": "git_tree", "hash": "source_hash"}
 
-cycles_asked = checked(
-    lambda text: text if text == "auto" else int(text),
-    lambda number: number == "auto" or 1 <= number <= 1000,
-    "a number of cycles from 1 to 1000, or auto",
-)
-_label = checked(
-    str,
-    lambda text: re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,47}", text),
-    "a word of letters, digits, '.', '_' and '-', at most 48",
-)
-
 
 def parse(argv=None) -> Options:
     """Return the command line. Mistakes end the program with one line."""
@@ -72,22 +60,9 @@ def parse(argv=None) -> Options:
         "Eager against graphed training steps, in alternating blocks of one process.",
         f"See python -m MODEL.train --help for the flags of a script. {command.TO_SCRIPT}",
     )
-    add = parser.add_argument
     known = f"one of {', '.join(models())}, some with commas, or all"
-    add("--model", metavar="NAME", required=True, help=known)
-    add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
-    add("--variants", metavar="A,B", help="the headline variants unless told; all, or some names")
-    add("--no-control", action="store_true", help="without the base once more as if it were a variant")
-    add("--no-audit", action="store_true", help="without blocks that eager repeats in a process of its own")
-    add("--cycles", metavar="N", type=cycles_asked, help="cycles (8; tiny: 3), or auto: until +-0.5 %%, at least 8")
-    add("--minutes", metavar="M", type=amount, help="go on with cycles until then; with auto: no longer (10)")
-    add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
-    add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
-    add("--out", metavar="DIR", help="root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)")
-    add("--label", metavar="WORD", type=_label, help="ends the folder's name (made of flags after --)")
-    add("--share-memory", action="store_true", help="eager steps in the graphs' memory, as where both do not fit")
-    add("--limit-s", metavar="S", type=amount, default=600.0, help="a worker that is silent for so long hangs (600)")
-    launch.add_arguments(parser)
+    parser.add_argument("--model", metavar="NAME", required=True, help=known)
+    ask.add_flags(parser, "run")
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         hint = f": flags of the training script come after --, as in -- {' '.join(unknown[:2])}"
@@ -134,10 +109,8 @@ def _header(request, args) -> dict:
         "begin_utc": partial.utc(),
         "control": "" if args.no_control else CONTROL,
         "parity": "blocks" if args.is_census else "courses",
-        "request": {
-            "gpus": list(request.gpus.uuids[: args.ngpu]),
-            **{key: getattr(args, key) for key in ("host_load", "share_memory")},
-        },
+        "request": {"gpus": list(request.gpus.uuids[: args.ngpu])}
+        | {key: getattr(args, key) for key in ask.flags_for("header")},
         "host": {"boot": env["boot_id"], "cpu": env["cpu"], "gpus": [], "versions": {"torch": env["torch"]}},
         "builds": {
             build.name: {key: getattr(build, key) for key in ("fields", "variants", "asked_layers")}
@@ -151,15 +124,12 @@ def settings_of(args: Options, preset: str) -> Settings:
     size = "tiny" if preset.startswith("tiny") else "other"
     is_own = args.model == OWN_STEP
     return Settings(
-        cycles=args.cycles or CYCLES[size],
+        **ask.values_for(Settings, args) | {"cycles": args.cycles or CYCLES[size]},
         block_s=OWN_BLOCK_S if is_own and size != "tiny" else BLOCK_S[size],
         most_blocks_s=1.0 if is_own else 4.0,
         compiles_once=is_own,
-        is_census=args.is_census,
-        end_s=args.end_s,
         control="" if args.no_control else CONTROL,
         audits=not args.no_audit,
-        **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "share_memory")},
     )
 
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from graph_worth.folders import ROOT
-from graph_worth.harness import run
+from graph_worth.harness import ask, run
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Reruns
-from graph_worth.harness.processes import supervisor
+from graph_worth.harness.processes import launch, supervisor
 from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, only_verdicts, start, wait_for, workers
 from tests.helpers.made_run import HEADER, add_cycle, put
 from tests.helpers.once import once
@@ -249,6 +249,19 @@ def test_a_damaged_run_that_was_begun_is_named_in_one_line(tmp_path, monkeypatch
     with pytest.raises(run.Mistake, match=r"run.partial.jsonl is damaged .*: move it away to begin anew") as mistake:
         run.open_run(SimpleNamespace(group=tmp_path), None)
     assert "\n" not in str(mistake.value)
+
+
+def test_a_run_that_was_begun_goes_on_only_with_the_same_host_load_and_memory(tmp_path):
+    names = []
+    for flags in ([], ["--host-load", "1"], ["--share-memory"], ["--share-memory"], ["--limit-s", "7"]):
+        options = run.parse(["--model", "gpt3", "--preset", "tiny", "--out", str(tmp_path), *flags])
+        request = ask.ask_of(options, "gpt3", launch.describe_here())
+        # A host load ends the folder's name, too.
+        request.label = ""
+        begun = run.open_run(request, options)
+        names.append(begun.path.name)
+        begun.close()
+    assert len(set(names[:3])) == 3 and names[3] == names[2] and names[4] == names[0]
 
 
 # ------------------------------------------------------------------------------------------------
