@@ -17,7 +17,7 @@ from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, o
 from tests.helpers.made_run import HEADER, add_cycle, put
 from tests.helpers.once import once
 from tests.helpers.processes import until
-from tests.lying_model.variants import BREAKS, FOUND_BY_AUDITS, LIARS, LIARS_ABOUT_TIME
+from tests.lying_model.variants import BREAKS, FOUND_BY_AUDITS, LIARS
 from tests.lying_model.variants import SOUND as ALL_SOUND
 
 SOUND = [name for name in ALL_SOUND if "room" not in name]
@@ -123,20 +123,6 @@ def test_a_liar_that_disturbs_others_is_named(names, tmp_path):
     variants = only_verdicts(tmp_path)
     # Several checks see it, in an order that depends on the host.
     assert [variants[name].status for name in names] == ["failed"] * len(names), variants
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", LIARS_ABOUT_TIME)
-def test_a_liar_about_time_is_named_on_a_gpu(name, tmp_path):
-    bench(tmp_path, ["eager", name], "--cycles", 3, "--no-control")
-    verdict = only_verdicts(tmp_path)[name]
-    assert verdict.status == "failed" and LIARS_ABOUT_TIME[name] in verdict.reason, verdict
-
-
-@pytest.mark.gpu
-def test_an_eager_step_that_a_variant_slows_is_said(tmp_path):
-    done = bench(tmp_path, ["eager", "graph_step", "slows_eager"], "--cycles", 3, "--no-control", audits=True)
-    assert "eager takes" in done.stdout and "alone in a process" in done.stdout, done.stdout
 
 
 @pytest.mark.slow
