@@ -83,9 +83,12 @@ def blame(config, presets, need, available_bytes: int) -> str | None:
     presets: name -> config. need: bytes that a config needs. The preset that was asked for is not known here; it is
     the one that differs in the fewest fields. Of several flags those are named that save most, until the rest fits.
     """
-    preset_name, changed = min(
-        ((name, _changed(config, preset)) for name, preset in presets.items()), key=lambda pair: len(pair[1])
-    )
+    fields = [field.name for field in dataclasses.fields(config)]
+    changes = {
+        name: [field for field in fields if getattr(config, field) != getattr(preset, field)]
+        for name, preset in presets.items()
+    }
+    preset_name, changed = min(changes.items(), key=lambda pair: len(pair[1]))
     preset, blamed, left = presets[preset_name], [], config
     while need(left) > available_bytes:
         tried = {name: _put_back(left, preset, name) for name in changed if name not in blamed}
@@ -109,11 +112,6 @@ def gib(num_bytes: int) -> str:
     """`12.3`, from 1,000 up without the fraction; huge sizes too."""
     size = num_bytes / 2**30
     return f"{size:,.0f}" if size >= 1000 else f"{size:.1f}"
-
-
-def _changed(config, preset):
-    names = [field.name for field in dataclasses.fields(config)]
-    return [name for name in names if getattr(config, name) != getattr(preset, name)]
 
 
 def _put_back(config, preset, name):

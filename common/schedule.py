@@ -87,12 +87,8 @@ def buffer_slots(steps, transfers) -> dict[tuple[int, int], int]:
     gradient in the pass that takes it. What is not received is written right before its pass.
     """
     place = {key: index for index, key in enumerate(steps)}
-    arrival = place | {
-        (transfer.step, transfer.microbatch): index
-        for index, batch in enumerate(transfers)
-        for transfer in batch
-        if not transfer.sends
-    }
+    receives = [(index, transfer) for index, batch in enumerate(transfers) for transfer in batch if not transfer.sends]
+    arrival = place | {(transfer.step, transfer.microbatch): index for index, transfer in receives}
     slots: dict[tuple[int, int], int] = {}
     free: dict[bool, deque[int]] = {True: deque(), False: deque()}
     busy: list[tuple[int, tuple[int, int]]] = []

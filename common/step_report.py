@@ -101,10 +101,9 @@ class ScaledReport(History):
         self.grad_norms[slot].copy_(self.values[2])
         self.late.push(index, self.values)
         seen = self.late.latest()
-        if seen:
-            self._check(*seen, index)
-
-    def _check(self, seen_index, values, index):
+        if not seen:
+            return
+        seen_index, values = seen
         overflows = int(values[self.FIELDS.index("floor_overflows")])
         if overflows >= self.max_floor_overflows:
             raise FloatingPointError(

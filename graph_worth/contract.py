@@ -263,12 +263,11 @@ def _require_references(module, variants):
     if "eager" not in variants:
         raise ValueError(f"{module}: no step is declared as @variant('eager', kind='eager')")
     for declared in variants.values():
+        text = f"{declared.place}: reference {declared.reference!r} of {declared.name} is no"
         if declared.reference not in variants:
-            raise ValueError(f"{declared.place}: reference {declared.reference!r} of {declared.name} is no variant")
+            raise ValueError(f"{text} variant")
         if not variants[declared.reference].takes_index or variants[declared.reference].kind != "eager":
-            raise ValueError(
-                f"{declared.place}: reference {declared.reference!r} of {declared.name} is no step function"
-            )
+            raise ValueError(f"{text} step function")
 
 
 # ------------------------------------------------------------------------------------------------

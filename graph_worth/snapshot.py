@@ -98,10 +98,8 @@ class Snapshot:
         state = item.state_dict()
         again = item.state_dict()
         tensors = _tensors_of(name, state)
-        is_live = bool(tensors) and all(
-            a is b or a.data_ptr() == b.data_ptr()
-            for (_, a), (_, b) in zip(tensors, _tensors_of(name, again), strict=True)
-        )
+        pairs = zip(tensors, _tensors_of(name, again), strict=True)
+        is_live = bool(tensors) and all(a is b or a.data_ptr() == b.data_ptr() for (_, a), (_, b) in pairs)
         if is_live:
             # A schedule shows tensors that it fills; its counts are attributes of the same names.
             self.tensors += tensors

@@ -71,8 +71,7 @@ class Config(Parallel, Timing):
         ("whole", "separate"),
     )
     data: str = option(
-        "",
-        "packed rows: a file, or a folder of train and validation files (empty: the Python standard library)",
+        "", "packed rows: a file, or a folder of train and validation files (empty: the Python standard library)"
     )
     checkpoint: str = option("", "folder of a Hugging Face Llama (empty: random weights)")
     save_adapter: str = option("", "new folder for the trained adapter, in PEFT's format (empty: none)")

@@ -204,9 +204,7 @@ class TransformerEngineLayer(nn.Module):
         }
         # A stored FP8 weight quantises a master with a scale of its own, into the memory that it has and, since it was
         # made with gradients on, into its transposed copy: a captured graph reads both at their addresses.
-        parts = {
-            name: Part(matrix, True, matrix.quantize_ if self.stored else None) for name, matrix in matrices.items()
-        }
+        parts = {name: Part(value, True, value.quantize_ if self.stored else None) for name, value in matrices.items()}
         norms = {"norm1": attention.layernorm_qkv.layer_norm_weight, "norm2": mlp.layer_norm_weight}
         return parts | {name: Part(norm) for name, norm in norms.items()}
 

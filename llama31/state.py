@@ -68,7 +68,10 @@ class State(History):
         # What a microbatch's mean loss counts for in the step's: on the device, since the number of them may change.
         self.share = torch.ones((), device=device)
         self.source = token_files.open_tokens(config.data)
-        self.batches = [self._batch(rows) for rows in self._training_rows()]
+        first = self.place.data_rank * config.batches
+        count = config.microbatches * config.microbatch
+        length = config.sequence // config.share_cp
+        self.batches = [self._batch(self.source.batch(first + i, count, length)) for i in range(config.batches)]
         self.held_out = self._held_out()
         if config.validate_every:
             self.require_held_out()
@@ -295,11 +298,6 @@ class State(History):
 
     # ------------------------------------------------------------------------------------------------
     # Data
-
-    def _training_rows(self):
-        c, count = self.config, self.config.microbatches * self.config.microbatch
-        for index in range(c.batches):
-            yield self.source.batch(index + self.place.data_rank * c.batches, count, c.sequence // c.share_cp)
 
     def _held_out(self):
         c, count = self.config, self.config.microbatches * self.config.microbatch

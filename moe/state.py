@@ -64,9 +64,7 @@ class State(History):
         self.batches = [self._batch(index, self.source.batch(index, *self._sizes)) for index in range(config.batches)]
         bounds = [batch["bounds"] for batch in self.batches] if config.documents else []
         # Of all packed documents.
-        self.lengths = [
-            length for batch_bounds in bounds for length in batch_bounds.diff().flatten().tolist() if length
-        ]
+        self.lengths = [length for ends in bounds for length in ends.diff().flatten().tolist() if length]
         self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in self.batches[0].items()})
         # Without packed documents all microbatches have the same positions.
         self.rope = tuple(table.repeat(config.microbatch, 1) for table in self.rope_table)

@@ -84,7 +84,8 @@ class EagerStatic:
         """Steps, reruns, their mean ms, and the rows of the fullest buffer over its capacity, since the last call."""
         if self.reruns and self.state.device.type == "cuda":
             torch.cuda.synchronize(self.state.device)
-        rerun_times = [self._ms(begin, end) for begin, end in self.reruns]
+        on_cpu = self.state.device.type == "cpu"
+        rerun_times = [(end - begin) * 1e3 if on_cpu else begin.elapsed_time(end) for begin, end in self.reruns]
         mean = statistics.mean(rerun_times) if rerun_times else None
         counted = {"steps": self.num_steps, "reruns": len(rerun_times), "rerun_ms": mean, "used": round(self.used, 4)}
         self._forget()
@@ -99,9 +100,6 @@ class EagerStatic:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _ms(self, begin, end):
-        return (end - begin) * 1e3 if self.state.device.type == "cpu" else begin.elapsed_time(end)
 
     def close(self) -> dict:
         return self.counted()

@@ -146,8 +146,7 @@ def word_errors(reference: str, hypothesis: str) -> int:
     for row, reference_word in enumerate(reference_words, 1):
         current = [row]
         for column, hypothesis_word in enumerate(hypothesis_words, 1):
-            current.append(
-                min(above[column] + 1, current[-1] + 1, above[column - 1] + (reference_word != hypothesis_word))
-            )
+            replaced = above[column - 1] + (reference_word != hypothesis_word)
+            current.append(min(above[column] + 1, current[-1] + 1, replaced))
         above = current
     return above[-1]

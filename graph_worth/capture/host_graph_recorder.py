@@ -71,13 +71,6 @@ def copy_results(results, value) -> None:
             result.copy_(tensor)
 
 
-def _flattened(args, kwargs) -> tuple[list, TreeSpec | None]:
-    """Leaves and structure of a call's arguments. Most have no nests, and a tree of them would take as long again."""
-    if kwargs or any(isinstance(argument, tuple | list | dict) for argument in args):
-        return tree_flatten((args, kwargs))
-    return list(args), None
-
-
 class _FunctionMode(TorchFunctionMode):
     def __init__(self, see):
         super().__init__()
@@ -189,7 +182,9 @@ class Recorder:
         reason = None if number else rules.reason_against(func, args, kwargs)
         if reason:
             self.fail(func, reason, line)
-        leaves, structure = _flattened(args, kwargs)
+        # Most calls have no nests, and a tree of their arguments would take as long again.
+        has_nests = kwargs or any(isinstance(argument, tuple | list | dict) for argument in args)
+        leaves, structure = tree_flatten((args, kwargs)) if has_nests else (list(args), None)
         known = [generator._cdata for generator in self.generators]
         for leaf in leaves:
             if isinstance(leaf, torch.Generator) and leaf._cdata not in known:  # type: ignore[attr-defined]

@@ -78,12 +78,7 @@ class Place:
 
 def describe(tensor: torch.Tensor) -> dict[str, Any]:
     """Return what makes a strided tensor besides its memory: size, stride, dtype and device."""
-    return {
-        "size": tuple(tensor.shape),
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-    }
+    return {"size": tuple(tensor.shape), "stride": tensor.stride(), "dtype": tensor.dtype, "device": tensor.device}
 
 
 def find(address: int, allocations: Sequence[tuple]) -> int:

@@ -233,23 +233,16 @@ def growth_over_cycles(build: Build, name: str = "", begin: int = 0) -> int:
     `name`: the growth from the begin of this variant's blocks to the begin of the next block; "" for all. Only blocks
     of one process that tell their memory count.
     """
-    placed = [
-        (block.cycle, block.place, variant_name, block)
-        for variant_name, variant in build.variants.items()
-        for block in variant.blocks
-    ]
+    items = build.variants.items()
+    placed = [(block.cycle, block.place, owner, block) for owner, variant in items for block in variant.blocks]
     placed.sort(key=lambda item: item[:2])
     last = max((cycle for cycle, *_ in placed), default=0)
     total = 0
-    for (cycle, _, variant_name, block), (after, place, _, following) in itertools.pairwise(placed):
+    for (cycle, _, owner, block), (after, place, _, following) in itertools.pairwise(placed):
         is_counted = begin <= cycle < last and (after < last or place == 0) and block.process == following.process
-        if (
-            is_counted
-            and name in ("", variant_name)
-            and block.held_bytes is not None
-            and following.held_bytes is not None
-        ):
-            total += following.held_bytes - block.held_bytes
+        before, now = block.held_bytes, following.held_bytes
+        if is_counted and name in ("", owner) and before is not None and now is not None:
+            total += now - before
     return total
 
 
@@ -295,9 +288,8 @@ def _training_fault(variant, reference, build, run) -> Found | None:
             return Found(Fault.LOSSES, f"{reason}, two eager blocks by {scatter:.1e}", cycle)
         deviations.append(deviation)
         pairs.append((block, reference_block))
-        fault = _other_movement(
-            block, reference_block, Fault.MOVEMENT, f"a block of cycle {block.cycle} moved", MOVED_TOLERANCE
-        )
+        where = f"a block of cycle {block.cycle} moved"
+        fault = _other_movement(block, reference_block, Fault.MOVEMENT, where, MOVED_TOLERANCE)
         if fault:
             return fault
     still = _still_tensors(pairs)
@@ -330,10 +322,8 @@ def _audit_fault(variant, reference, base) -> Found | None:
     pairs = _repeated(variant)
     if not pairs:
         return None
-    scatters = [
-        scatter_of_losses(base),
-        *(_difference(*pair) for baseline in (base, reference) for pair in _repeated(baseline)),
-    ]
+    scatters = [scatter_of_losses(base)]
+    scatters += [_difference(*pair) for baseline in (base, reference) for pair in _repeated(baseline)]
     scatter = min(max(scatters), AUDIT_TOLERANCE_OF_BASE)
     allowed = max(AUDIT_TOLERANCE, variant.tolerance or 0.0, SCATTER_FACTOR * scatter)
     # Kernels whose bits differ once in a few hundred calls let one audit part from the others.
@@ -353,12 +343,8 @@ def _audit_fault(variant, reference, base) -> Found | None:
 
 def _repeated(variant: Variant) -> list[tuple[Trained, Trained]]:
     """(the variant's block, its repetition) of the audits that were repeated to their end."""
-    pairs = [(audit.own, audit.repetition) for audit in variant.audits]
-    return [
-        (block, repetition)
-        for block, repetition in pairs
-        if block is not None and repetition is not None and _is_finite(repetition)
-    ]
+    audits = [audit for audit in variant.audits if _is_finite(audit.repetition)]
+    return [(audit.own, audit.repetition) for audit in audits if audit.own and audit.repetition]
 
 
 def _is_finite(trained: Trained | None) -> bool:
@@ -373,9 +359,8 @@ def _difference(first: Trained, second: Trained) -> float:
 
 def _audit_time_fault(variant, base, device) -> Found | None:
     """Audits that all take longer than most blocks of the cycles, where an earlier variant had made the same steps."""
-    own_ms, base_ms = (
-        [audit.own.mean_ms for audit in audited.audits if audit.own is not None] for audited in (variant, base)
-    )
+    own_ms = [audit.own.mean_ms for audit in variant.audits if audit.own is not None]
+    base_ms = [audit.own.mean_ms for audit in base.audits if audit.own is not None]
     blocks, others = _quiet(variant), _quiet(base)
     # Steps that run again depend on the state.
     is_compared = all((own_ms, base_ms, blocks, others)) and not any(block.reruns for block in variant.blocks)
@@ -386,9 +371,8 @@ def _audit_time_fault(variant, base, device) -> Found | None:
     if min(own_ms) <= AUDIT_SLOWER * wander * slow_ms:
         return None
     reason = "where a secret draw had scaled the state its fastest block took"
-    return Found(
-        Fault.AUDIT_TIME, f"{reason} {digits(min(own_ms))} ms a step, most others at most {digits(slow_ms)} ms"
-    )
+    reason += f" {digits(min(own_ms))} ms a step, most others at most {digits(slow_ms)} ms"
+    return Found(Fault.AUDIT_TIME, reason)
 
 
 def _upper_quartile(values: Sequence[float]) -> float:
@@ -400,9 +384,8 @@ def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:
 
     A single block says nothing: in bfloat16 a small tensor may stay where it is.
     """
-    tensors = zip(
-        *([*zip(block.moved, reference_block.moved, strict=False)] for block, reference_block in pairs), strict=False
-    )
+    movements = ([*zip(block.moved, reference_block.moved, strict=False)] for block, reference_block in pairs)
+    tensors = zip(*movements, strict=False)
     return sum(all(b and a == 0 for a, b in tensor) for tensor in tensors) if pairs else 0
 
 

@@ -67,14 +67,9 @@ class Judged:
 
     def _base(self) -> str:
         """`eager`, unless another passing eager is faster with an interval that excludes 1."""
-        eagers = [
-            name
-            for name, variant in self.build.variants.items()
-            if variant.kind == "eager"
-            and self.passed(name)
-            and name != self.run.control
-            and "extra_work" not in variant.traits
-        ]
+        variants = self.build.variants
+        eagers = [name for name in variants if variants[name].kind == "eager" and self.passed(name)]
+        eagers = [name for name in eagers if name != self.run.control and "extra_work" not in variants[name].traits]
         usual = [name for name in ("eager", self.build.anchor) if name in eagers]
         if not eagers:
             return ""
@@ -259,9 +254,8 @@ def _verdict(run: Run, build: Build, name: str) -> Verdict:
         before, after = _agreements(build, name)
         texts = str(before or ""), str(after or "")
     if variant.raised:
-        status = (
-            variant.raised.kind if variant.raised.kind not in ("error", "changed_settings", "moved_state") else FAILED
-        )
+        kind = variant.raised.kind
+        status = FAILED if kind in ("error", "changed_settings", "moved_state") else kind
         return Verdict(status, Fault.RAISED, variant.raised.reason, *texts)
     if variant.sealed and variant.sealed.status != PASS:
         return Verdict(FAILED, Fault.SEALED, variant.sealed.reason, *texts)

@@ -80,18 +80,13 @@ def _why(judged: Judged, best: str) -> dict | None:
     if judged.run.device != "cuda" or not judged.base:
         return None
     busy_ms, base_ms, issue_ms = judged.busy_ms(judged.base), judged.ms(judged.base), judged.issue_ms(judged.base)
-    ceiling, share, ms = (
-        judged.ceiling(judged.base),
-        judged.reached(best) if best else None,
-        judged.ms(best) if best else None,
-    )
+    ceiling = judged.ceiling(judged.base)
+    share, ms = (judged.reached(best), judged.ms(best)) if best else (None, None)
     if not busy_ms or not base_ms or not ceiling:
         return None
     idle = max(0.0, 1 - busy_ms / base_ms)
-    text = (
-        f"A step of {judged.base} takes {milliseconds(base_ms)} ms and keeps the GPU busy for {milliseconds(busy_ms)}. "
-    )
-    text += f"A graph can gain {ceiling:.2f}x at most"
+    text = f"A step of {judged.base} takes {milliseconds(base_ms)} ms and keeps the GPU busy for "
+    text += f"{milliseconds(busy_ms)}. A graph can gain {ceiling:.2f}x at most"
     text += f"; {best} reached {100 * share:.1f} % of that." if share else "."
     widest = max(base_ms, busy_ms, ms or 0.0)
     bars = [

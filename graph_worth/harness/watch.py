@@ -77,13 +77,14 @@ def text_of(folder: Path) -> str:
         lines.append(f"the watch has ended early: {report['error']}")
     if "step_ms" not in report:
         return "\n".join([*lines, f"fewer than {NEEDED} steps were made: ten, then twenty that are looked at"])
-    lines += [f"a step is a call of step() of {report['optimizer']}", *_calls(report), _pace(report)]
-    return "\n".join([*lines, *_reads(report), *_shapes(report)])
-
-
-def _calls(report):
-    for name, number in report["num_calls"].items():
-        yield f"  in it are {number:g} calls of {name}"
+    lines.append(f"a step is a call of step() of {report['optimizer']}")
+    lines += [f"  in it are {count:g} calls of {name}" for name, count in report["num_calls"].items()]
+    lines += [_pace(report), *_reads(report)]
+    for name, shapes in report.get("shapes", {}).items():
+        if len(shapes) > 1:
+            kinds = "; ".join(" ".join(str(list(shape)) for shape in input_shapes) for input_shapes in shapes)
+            lines.append(f"the inputs of {name} change their shapes, each of which needs a graph: {kinds}")
+    return "\n".join(lines)
 
 
 def _pace(report) -> str:
@@ -107,13 +108,6 @@ def _reads(report):
         return ["reads on the host: none"]
     lines = [f"  {line}: {name}, {number:g} in a step" for line, name, number in report["reads"]]
     return ["reads on the host, which no graph can hold:", *lines]
-
-
-def _shapes(report):
-    for name, shapes in report.get("shapes", {}).items():
-        if len(shapes) > 1:
-            kinds = "; ".join(" ".join(str(list(shape)) for shape in input_shapes) for input_shapes in shapes)
-            yield f"the inputs of {name} change their shapes, each of which needs a graph: {kinds}"
 
 
 def as_json(folder: Path, status: int, text: str) -> dict:

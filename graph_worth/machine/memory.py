@@ -46,10 +46,8 @@ def noted(facts: dict[str, dict[str, int]]) -> Iterator[None]:
     yield
     facts["after"] = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
     peak, before = facts.setdefault("peak", {}), facts["before"]
-    for name, now in (
-        ("allocated", torch.cuda.max_memory_allocated()),
-        ("reserved", torch.cuda.max_memory_reserved()),
-    ):
+    peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    for name, now in peaks.items():
         peak[name] = max(peak.get(name, before[name]), now)
 
 

@@ -56,9 +56,7 @@ class Watched:
     def __init__(self, named_state, device: torch.device):
         self.device = device
         tensors = [tensor.detach() for _, tensor in named_state if tensor.is_floating_point()]
-        tensors = [
-            tensor for tensor in tensors if tensor.numel() >= LEAST_ELEMENTS and tensor.device.type == device.type
-        ]
+        tensors = [t for t in tensors if t.numel() >= LEAST_ELEMENTS and t.device.type == device.type]
         count = min(NUM_TENSORS, len(tensors))
         self._views = [_few(tensors[index * len(tensors) // count]) for index in range(count)]
 

@@ -109,9 +109,7 @@ def _is_alike(first, second):
 
 
 def _of_sample(op, first, second, device, is_backward) -> tuple[str, str]:
-    inputs, others = (
-        [leaf for leaf in _leaves(sample)[0] if isinstance(leaf, torch.Tensor)] for sample in (first, second)
-    )
+    inputs, others = (list(filter(torch.is_tensor, _leaves(sample)[0])) for sample in (first, second))
     if any(tensor.layout != torch.strided for tensor in inputs):
         raise NotTried("sparse input")
     run = functools.partial(_call, op, first, is_backward)
@@ -124,7 +122,10 @@ def _of_sample(op, first, second, device, is_backward) -> tuple[str, str]:
         graph, results = pool.capture(run, ())
         with torch.no_grad():
             for target, value in zip(inputs, others, strict=True):
-                _fill(target, value)
+                strides = zip(target.stride(), target.shape, strict=True)
+                if target.numel() and any(stride == 0 and size > 1 for stride, size in strides):
+                    raise NotTried("an input whose elements share memory")
+                target.copy_(value)
         graph.replay()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -149,9 +150,7 @@ def _call(op, sample, is_backward):
     if not outputs or not inputs:
         raise NotTried("no gradient")
     ones = [torch.ones_like(output) for output in outputs]
-    return [
-        gradient for gradient in torch.autograd.grad(outputs, inputs, ones, allow_unused=True) if gradient is not None
-    ]
+    return _results(torch.autograd.grad(outputs, inputs, ones, allow_unused=True))
 
 
 def _results(result):
@@ -161,14 +160,6 @@ def _results(result):
 def _copies(results):
     """Copies, since an operator in place returns its input."""
     return [result.detach().clone() if isinstance(result, torch.Tensor) else result for result in results]
-
-
-def _fill(target: torch.Tensor, value: torch.Tensor) -> None:
-    if target.numel() and any(
-        stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)
-    ):
-        raise NotTried("an input whose elements share memory")
-    target.copy_(value)
 
 
 def _difference(expected, results) -> str | None:

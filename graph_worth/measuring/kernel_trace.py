@@ -186,9 +186,7 @@ def facts(events: list[dict], num_steps: int) -> dict:
     span_ms = (max(event["start_us"] + event["duration_us"] for event in work) - start_us) / num_steps / 1e3
     names = "".join(f"{name} {count / num_steps:.6g}\n" for name, count in sorted(kernels.items()))
     largest = sorted(ms.items(), key=lambda item: -item[1])[:5]
-    top = [
-        {"name": name[:100], "num": num[name] / num_steps, "ms": round(duration_ms, 4)} for name, duration_ms in largest
-    ]
+    top = [{"name": name[:100], "num": num[name] / num_steps, "ms": round(took_ms, 4)} for name, took_ms in largest]
     return {
         "busy_ms": round(busy_ms, 4),
         "gap_ms": round(span_ms - busy_ms, 4),

@@ -27,9 +27,8 @@ def adopt_orphans() -> None:
 def threads() -> set[threading.Thread]:
     """Return Python's threads, but for those of installed packages, which start them when they like, and of pools."""
     python_threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
-    return {
-        thread for thread in python_threads if not _is_installed(getattr(thread, "_target", None) or type(thread).run)
-    }
+    codes = [(thread, getattr(thread, "_target", None) or type(thread).run) for thread in python_threads]
+    return {thread for thread, code in codes if not _is_installed(code)}
 
 
 def _is_installed(code) -> bool:

@@ -257,9 +257,6 @@ class Loop:
             self.variant.counted()  # those of the canary are not the run's
         training.reset()
         self.replays = capture.num_replays
-        self._count_steps()
-
-    def _count_steps(self):
         step = self.variant.step
 
         def counted(index):
@@ -287,7 +284,8 @@ class Loop:
         )
 
     def _read_times(self, count):
-        local_ms = [_ms(a, b) for a, b in itertools.pairwise(self._times["stamps"])]
+        pairs = itertools.pairwise(self._times["stamps"])
+        local_ms = [(b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b) for a, b in pairs]
         step_ms = [max(at_once) for at_once in zip(*of_all_ranks(local_ms), strict=True)]
         ms, wall_s = round(math.fsum(step_ms) / count, 5), self._times["wall_s"]
         self.result.update(
@@ -379,7 +377,3 @@ def _stamp(device):
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _ms(a, b):
-    return (b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b)

@@ -115,20 +115,15 @@ def complete_training(training: Training, device: torch.device) -> Training:
     if training.reset is None or training.named_state is None:
         from graph_worth.snapshot import Snapshot
 
-        _require_room(training.owned, device)
+        if device.type == "cuda":
+            modules = [item for item in training.owned if isinstance(item, torch.nn.Module)]
+            taken = sum(t.numel() * t.element_size() for module in modules for t in module.state_dict().values())
+            if taken > torch.cuda.mem_get_info(device)[0] / 2:
+                raise ValueError("a copy of the start takes over half of the free memory: Training needs a `reset`")
         snapshot = Snapshot(list(training.owned), device)
         training.reset = training.reset or snapshot.restore
         training.named_state = training.named_state or (lambda: snapshot.tensors)
     return training
-
-
-def _require_room(owned, device):
-    if device.type != "cuda":
-        return
-    modules = [item for item in owned if isinstance(item, torch.nn.Module)]
-    taken = sum(t.numel() * t.element_size() for module in modules for t in module.state_dict().values())
-    if taken > torch.cuda.mem_get_info(device)[0] / 2:
-        raise ValueError("a copy of the start takes over half of the free memory: Training needs a `reset`")
 
 
 @contextlib.contextmanager

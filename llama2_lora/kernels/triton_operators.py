@@ -50,9 +50,7 @@ class TritonOperators(Operators):
     @writes_operand
     def norm(self, x, gain, written, add=None, total=None, dropped=None, key=0, plain=None):
         (tensor, scale, amax), recording = self._operand(written, x)
-        total_or_any, dropped_or_any, plain_or_any = (
-            x if output is None else output for output in (total, dropped, plain)
-        )
+        total_or_any, dropped_or_any, plain_or_any = (x if out is None else out for out in (total, dropped, plain))
         tensors = (x, x if add is None else add, gain, total_or_any, tensor, dropped_or_any, plain_or_any, scale, amax)
         uses = {"ADD": add is not None, "OPERAND": bool(written), "DROPPED": dropped is not None}
         uses["PLAIN"] = plain is not None

@@ -48,9 +48,7 @@ class Called:
 
     def __init__(self, state, count: int):
         self.state = state
-        self.parts: dict[int, list] = {
-            microbatch: [Eager(partial(run_stage, state, microbatch))] for microbatch in range(count)
-        }
+        self.parts: dict[int, list] = {index: [Eager(partial(run_stage, state, index))] for index in range(count)}
 
     def buffer(self, step: int, microbatch: int):
         """Return the buffer that receives an activation (step 1) or a gradient (step -1)."""

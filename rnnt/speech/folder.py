@@ -127,13 +127,6 @@ def scan(config: Config) -> tuple[list[Utterance], list[str]]:
     return utterances, reasons
 
 
-def _lines(path):
-    _require_file(path)
-    if path.stat().st_size > MOST_TRANSCRIPT_BYTES:
-        raise ValueError(f"larger than {MOST_TRANSCRIPT_BYTES >> 20} MiB")
-    return path.read_text(encoding="utf-8-sig").splitlines()
-
-
 def _pairs(folder):
     """([(path, normalised transcript)] of all audio that has a transcript, reasons of the rest)."""
     recordings, texts, reasons = [], {}, []
@@ -142,7 +135,10 @@ def _pairs(folder):
             recordings.append(path)
         elif path.name.endswith(TRANSCRIPT):
             try:
-                lines = _lines(path)
+                _require_file(path)
+                if path.stat().st_size > MOST_TRANSCRIPT_BYTES:
+                    raise ValueError(f"larger than {MOST_TRANSCRIPT_BYTES >> 20} MiB")
+                lines = path.read_text(encoding="utf-8-sig").splitlines()
             except (OSError, ValueError) as error:
                 reasons.append(printable(f"{path.relative_to(folder)}: cannot be read: {error}"))
                 continue

@@ -172,9 +172,8 @@ class _Seen(TorchDispatchMode):
     def keep_outside(self, known: list[tuple[int, int]]) -> None:
         """Let go of what was made and of memory that is known, (address, bytes)."""
         self.made.clear()
-        self.read = {
-            key: s for key, s in self.read.items() if s.nbytes() and tensor_places.find(s.data_ptr(), known) < 0
-        }
+        items = [(key, storage) for key, storage in self.read.items() if storage.nbytes()]
+        self.read = {key: storage for key, storage in items if tensor_places.find(storage.data_ptr(), known) < 0}
 
 
 def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
@@ -189,11 +188,8 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     del result
     check_none_kept(lambda: _num_kept(graph))
     # Some versions of torch make seed and offset for every capture, others where one draws.
-    seeds = [
-        block[:2]
-        for block in allocated
-        if block.size == _SEED_BYTES and tensor_places.find(block.address, segments) < 0
-    ]
+    outside = [block for block in allocated if tensor_places.find(block.address, segments) < 0]
+    seeds = [block[:2] for block in outside if block.size == _SEED_BYTES]
     if draws and len(seeds) != 2:
         raise RegionRefused("random numbers are drawn from another state of a generator than torch's own")
     given += seeds if draws else []

@@ -126,7 +126,12 @@ class GpuRegion:
         nearest = self._executables.pop(self._nearest(key, bases), None)
         try:
             if nearest is None or nearest.num_frees != num_frees:
-                executable, num_set = self._made(bases, num_frees)
+                free = torch.cuda.mem_get_info(self.device)[0]
+                handle, num_set = self._graph.executable(bases)
+                # Memory that the driver takes for it.
+                self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
+                self.report["executables"] += 1
+                executable = _Executable(handle, bases, num_frees)
             else:
                 num_set = self._graph.move(nearest.handle, nearest.bases, bases)
                 executable, nearest = _Executable(nearest.handle, bases, num_frees, is_moved=True), None
@@ -144,14 +149,6 @@ class GpuRegion:
             return key
         others = np.array([executable.bases for executable in self._executables.values()]) != bases
         return list(self._executables)[int(others.sum(axis=1).argmin())]
-
-    def _made(self, bases, num_frees):
-        """A new executable, and its number of nodes; the memory that the driver takes for it is counted."""
-        free = torch.cuda.mem_get_info(self.device)[0]
-        handle, num_set = self._graph.executable(bases)
-        self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
-        self.report["executables"] += 1
-        return _Executable(handle, bases, num_frees), num_set
 
     def start(self) -> None:
         """Drop the executables made so far, whose addresses come no more, and count from here."""

@@ -33,11 +33,9 @@ class HostRegion:
         self.written = [index for index, tensor in enumerate(inputs) if tensor._version != versions[index]]
         self._inputs = [tensor.untyped_storage()._cdata for tensor in inputs]
         self._calls: list[Any] | None = recorder.calls
-        arena_addresses = {address for address, (_, constant) in recorder.produced.items() if not constant}
-        self._constants = {
-            address: recorder.storages[address] for address in recorder.produced.keys() - arena_addresses
-        }
-        self._made = {address: recorder.storages[address].nbytes() for address in arena_addresses}
+        arenas = {address for address, (_, constant) in recorder.produced.items() if not constant}
+        self._constants = {address: recorder.storages[address] for address in recorder.produced.keys() - arenas}
+        self._made = {address: recorder.storages[address].nbytes() for address in arenas}
         self._outside = {
             address: ExternalStorage(recorder.storages[address], *reader)
             for address, reader in recorder.read.items()

@@ -107,9 +107,8 @@ def _match(first, second, allocations):
     for past_end in (0, 1):
         for index, (base, second_base, size) in enumerate(allocations):
             offset = first - np.uint64(base)
-            same = (
-                (offset == second - np.uint64(second_base)) & (offset < np.uint64(size + past_end)) & (allocation < 0)
-            )
+            same = (offset == second - np.uint64(second_base)) & (offset < np.uint64(size + past_end))
+            same &= allocation < 0
             allocation[same], offsets[same] = index, offset[same].astype(np.int64)
     return allocation, offsets
 

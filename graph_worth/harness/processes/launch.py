@@ -126,14 +126,8 @@ def _ask_nodes(launch, out):
     try:
         # A worker's socket will lie beside it.
         with tempfile.TemporaryDirectory(prefix="nodes-", dir=os.environ.get(SOCKET_DIR)) as seen:
-            command = [
-                *launch.prefix,
-                sys.executable,
-                str(START),
-                "graph_worth.harness.processes.launch",
-                "--answer",
-                str(folder),
-            ]
+            answer = [sys.executable, str(START), "graph_worth.harness.processes.launch", "--answer", str(folder)]
+            command = [*launch.prefix, *answer]
             status = supervisor.run_logged(command, log, ASK_LIMIT_S, os.environ | {SEEN: seen})
         answers = _read_answers(folder, launch.nnodes if status == 0 else 0)
         last_lines = " | ".join([line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:])
