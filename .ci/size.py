@@ -20,12 +20,12 @@ NAMES = ("lines of source", "statements of source", "lines of tests")
 
 def statements(text: str) -> int:
     """Return the number of statements in a Python file."""
-    found = 0
+    count = 0
     for node in ast.walk(ast.parse(text)):
         # A docstring, or a text on a line of its own, is an expression that is a constant.
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        found += isinstance(node, ast.stmt) and not is_text
-    return found
+        count += isinstance(node, ast.stmt) and not is_text
+    return count
 
 
 def measured() -> tuple[int, int, int]:

@@ -36,8 +36,6 @@ OWNED += ["requeue", "no-requeue", "test-only", "time", "wait", "wrap"]
 SITE = ("account", "qos", "reservation", "partition")
 # A worker starts, and a toy has its first facts.
 LEAST_WORK_S = 30
-# Flags of benchmarks.run that are handed on.
-HANDED_ON = ("variants", "cycles", "minutes", "host_load")
 
 
 def parse(argv=None) -> argparse.Namespace:
@@ -51,7 +49,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--nodes", metavar="N", type=command.positive, help=f"nodes of one job (as many as give the GPUs {theirs})")
     add("--ngpu", metavar="N", type=command.positive, help=f"GPUs, or ranks on the CPU, of a node (those {theirs})")
     add("--preset", metavar="NAME", default="bench", help="bench unless told, as jobs are for GPUs")
-    for name in HANDED_ON:
+    for name in ask.flags_for("submit"):
         add(flag_of(name), metavar="X", help="as in benchmarks.run")
     add("--over", metavar="QUANTITY", help="what benchmarks.sweep varies, with --values")
     add("--variant", metavar="NAME", help="with --over: what stands against eager (the model's first graph)")
@@ -103,7 +101,7 @@ class JobPlan:
         self.items = [str(value) for value in args.values or []] or self.models
         self.base, self.runs = self._folders()
         self.folders = [Path(str(self.runs).replace("{}", item)) for item in self.items]
-        given = [(name, getattr(args, name)) for name in HANDED_ON]
+        given = [(name, getattr(args, name)) for name in ask.flags_for("submit")]
         self.asked = [word for name, text in given if text is not None for word in (flag_of(name), text)]
         # The command on the node would find these mistakes too late.
         run.parse(["--model", self.models[0], *self.asked])

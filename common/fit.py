@@ -41,13 +41,13 @@ def require_split(sizes: dict[str, int], tp: int, share: int = 1) -> None:
         ValueError: A width is not divisible by tp x share; the text names the flag to change, and its largest value
             that divides all of them.
     """
-    flag, by, count, other = "--tp", f"--tp {tp}", tp, 1
+    flag, by, count, fixed = "--tp", f"--tp {tp}", tp, 1
     if share > 1:
-        flag, by, count, other = "--share-tp", f"--share-tp {share} x --tp {tp} = {share * tp}", share, tp
+        flag, by, count, fixed = "--share-tp", f"--share-tp {share} x --tp {tp} = {share * tp}", share, tp
     common = math.gcd(*sizes.values())
     for name, size in sizes.items():
         if size % (share * tp):
-            fits = [each for each in range(1, min(count, 4096) + 1) if common % (each * other) == 0]
+            fits = [value for value in range(1, min(count, 4096) + 1) if common % (value * fixed) == 0]
             more = f": take {flag} {fits[-1]}" if fits else ""
             raise ValueError(f"{name} {size} is not divisible by {by}{more}")
 
@@ -72,9 +72,9 @@ def fit_layers(config, presets, need, available_bytes: int, unit: int = 1):
     return dataclasses.replace(config, layers=counts[fits - 1])
 
 
-def fewer_layers(fitted, asked, gib_free: float) -> str:
+def fewer_layers(fitted, given, gib_free: float) -> str:
     """The note of a run that `fit_layers` made smaller: tables find the number of layers in it."""
-    return f"{fitted.layers} of {asked.layers} layers: what fits into {gib_free:.0f} GiB"
+    return f"{fitted.layers} of {given.layers} layers: what fits into {gib_free:.0f} GiB"
 
 
 def blame(config, presets, need, available_bytes: int) -> str | None:
@@ -83,9 +83,12 @@ def blame(config, presets, need, available_bytes: int) -> str | None:
     presets: name -> config. need: bytes that a config needs. The preset that was asked for is not known here; it is
     the one that differs in the fewest fields. Of several flags those are named that save most, until the rest fits.
     """
-    preset_name, changed = min(
-        ((name, _changed(config, preset)) for name, preset in presets.items()), key=lambda found: len(found[1])
-    )
+    fields = [field.name for field in dataclasses.fields(config)]
+    changes = {
+        name: [field for field in fields if getattr(config, field) != getattr(preset, field)]
+        for name, preset in presets.items()
+    }
+    preset_name, changed = min(changes.items(), key=lambda pair: len(pair[1]))
     preset, blamed, left = presets[preset_name], [], config
     while need(left) > available_bytes:
         tried = {name: _put_back(left, preset, name) for name in changed if name not in blamed}
@@ -109,11 +112,6 @@ def gib(num_bytes: int) -> str:
     """`12.3`, from 1,000 up without the fraction; huge sizes too."""
     size = num_bytes / 2**30
     return f"{size:,.0f}" if size >= 1000 else f"{size:.1f}"
-
-
-def _changed(config, preset):
-    names = [field.name for field in dataclasses.fields(config)]
-    return [name for name in names if getattr(config, name) != getattr(preset, name)]
 
 
 def _put_back(config, preset, name):

@@ -128,20 +128,20 @@ def reserved_bytes(sizes: Iterable[int]) -> int:
     """
     total = 0
     pools: dict[str, list[int]] = {"small": [], "large": []}
-    for asked in sizes:
-        size = _round_up(asked, MIN_BLOCK_BYTES)
-        if size == 0:
+    for size in sizes:
+        rounded = _round_up(size, MIN_BLOCK_BYTES)
+        if rounded == 0:
             continue
-        blocks = pools["small" if size <= SMALL_BYTES else "large"]
-        index = bisect_left(blocks, size)
+        blocks = pools["small" if rounded <= SMALL_BYTES else "large"]
+        index = bisect_left(blocks, rounded)
         if index < len(blocks):
             block = blocks.pop(index)
         else:
-            block = _segment_bytes(size)
+            block = _segment_bytes(rounded)
             total += block
         # A rest of up to SMALL_BYTES is not split off a large block, but no later size is small enough for it either.
-        if block > size:
-            insort(blocks, block - size)
+        if block > rounded:
+            insort(blocks, block - rounded)
     return total
 
 

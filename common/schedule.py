@@ -87,21 +87,17 @@ def buffer_slots(steps, transfers) -> dict[tuple[int, int], int]:
     gradient in the pass that takes it. What is not received is written right before its pass.
     """
     place = {key: index for index, key in enumerate(steps)}
-    arrival = place | {
-        (transfer.step, transfer.microbatch): index
-        for index, batch in enumerate(transfers)
-        for transfer in batch
-        if not transfer.sends
-    }
+    receives = [(index, transfer) for index, batch in enumerate(transfers) for transfer in batch if not transfer.sends]
+    arrival = place | {(transfer.step, transfer.microbatch): index for index, transfer in receives}
     slots: dict[tuple[int, int], int] = {}
     free: dict[bool, deque[int]] = {True: deque(), False: deque()}
     busy: list[tuple[int, tuple[int, int]]] = []
     num_slots = 0
     for key in sorted(steps, key=lambda key: (arrival[key], place[key])):
         step, microbatch = key
-        for last, other in [each for each in busy if each[0] < arrival[key]]:
-            busy.remove((last, other))
-            free[other[0] > 0].append(slots[other])
+        for last, busy_key in [pair for pair in busy if pair[0] < arrival[key]]:
+            busy.remove((last, busy_key))
+            free[busy_key[0] > 0].append(slots[busy_key])
         # Activations and gradients apart, the oldest first: so that fewer microbatches, which leave out some passes,
         # find them free as well.
         if free[step > 0]:
@@ -125,7 +121,7 @@ def communications(pp: int, stage: int, chunks: int, microbatches: int) -> list[
     to another and their receives come in the same order, so that one process group without tags serves both ways: the
     pipeline's, in which a stage's number is its rank.
     """
-    orders = [numbered(order(pp, each, chunks, microbatches)) for each in range(pp)]
+    orders = [numbered(order(pp, number, chunks, microbatches)) for number in range(pp)]
     starts = _starts(pp, chunks, orders)
     places = [{key: index for index, key in enumerate(steps)} for steps in orders]
     messages = []

@@ -126,8 +126,8 @@ RULES = tuple(Rule(*row) for row in (
 def refuse(setting: Setting) -> None:
     """ValueError in one line that names all rules that the setting breaks."""
     broken = [rule for rule in RULES if setting.scopes & set(rule.scopes) and rule.breaks(setting)]
-    if told := ". Nor ".join(f"{rule.name}: {rule.why}; take {rule.instead}" for rule in broken):
-        raise ValueError(f"cannot capture {told}")
+    if reasons := ". Nor ".join(f"{rule.name}: {rule.why}; take {rule.instead}" for rule in broken):
+        raise ValueError(f"cannot capture {reasons}")
 
 
 def markdown() -> str:

@@ -30,13 +30,13 @@ class DelayedReader:
 
     def push(self, index: int, values: torch.Tensor) -> None:
         """Start the copy of `values` (FP32 [num_values], on the device) of step `index`."""
-        place = self.num_pushed % len(self.slots)
+        slot = self.num_pushed % len(self.slots)
         if self.on_cuda:
-            self.events[place].synchronize()
-        self.slots[place].copy_(values, non_blocking=True)
+            self.events[slot].synchronize()
+        self.slots[slot].copy_(values, non_blocking=True)
         if self.on_cuda:
-            self.events[place].record()
-        self.indices[place] = index
+            self.events[slot].record()
+        self.indices[slot] = index
         self.num_pushed += 1
 
     def latest(self) -> tuple[int, list[float]] | None:
@@ -48,19 +48,19 @@ class DelayedReader:
             number = self.num_pushed - len(self.slots)
             return self._read(number, wait=True) if number >= 0 else None
         for number in range(self.num_pushed - 2, max(-1, self.num_pushed - 1 - len(self.slots)), -1):
-            found = self._read(number, wait=False)
-            if found:
-                return found
+            copy = self._read(number, wait=False)
+            if copy:
+                return copy
         return None
 
     def _read(self, number, wait):
-        place = number % len(self.slots)
+        slot = number % len(self.slots)
         if self.on_cuda:
             if wait:
-                self.events[place].synchronize()
-            elif not self.events[place].query():
+                self.events[slot].synchronize()
+            elif not self.events[slot].query():
                 return None
-        return self.indices[place], self.slots[place].tolist()
+        return self.indices[slot], self.slots[slot].tolist()
 
 
 class ScaledReport(History):
@@ -96,15 +96,14 @@ class ScaledReport(History):
 
         Raises FloatingPointError where the loss scale is at its floor and gradients overflow step after step.
         """
-        place = self.slot(index)
-        self.losses[place].copy_(self.values[0])
-        self.grad_norms[place].copy_(self.values[2])
+        slot = self.slot(index)
+        self.losses[slot].copy_(self.values[0])
+        self.grad_norms[slot].copy_(self.values[2])
         self.late.push(index, self.values)
         seen = self.late.latest()
-        if seen:
-            self._check(*seen, index)
-
-    def _check(self, seen_index, values, index):
+        if not seen:
+            return
+        seen_index, values = seen
         overflows = int(values[self.FIELDS.index("floor_overflows")])
         if overflows >= self.max_floor_overflows:
             raise FloatingPointError(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from common import flops
 from common.parallel.groups import Parallel, Ranks, require_divisible, require_schedule
-from graph_worth.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
 
 PRECISIONS = ("fp8", "bf16", "fp32")
 
@@ -51,9 +51,6 @@ class Config(Parallel, Timing):
             raise ValueError("--precision fp8 needs --hidden, --ffn and --heads x --head-dim divisible by 16")
         if (self.precision, self.layer) == ("fp32", "te"):
             raise ValueError("--precision fp32 needs --layer torch")
-        self._require_parallel()
-
-    def _require_parallel(self):
         if self.cp != 1:
             raise ValueError(f"--cp {self.cp}: takes 1, this model does not split a sequence's attention")
         require_divisible("--layers", self.layers, "--pp x --chunks", self.pp * self.chunks)

@@ -241,10 +241,10 @@ def initialise(named_parameters, seed: int, tensor_rank: int = 0, tp: int = 1):
         if parameter.ndim < 2:
             parameter.detach().zero_()
             continue
-        shape, own = list(parameter.shape), [slice(None)] * parameter.ndim
+        shape, slices = list(parameter.shape), [slice(None)] * parameter.ndim
         dimension = split_dimension(name)
         if dimension is not None:
             size = shape[dimension]
             shape[dimension] *= tp
-            own[dimension] = slice(tensor_rank * size, (tensor_rank + 1) * size)
-        fill_(parameter, name, seed, shape, own, INIT_STD)
+            slices[dimension] = slice(tensor_rank * size, (tensor_rank + 1) * size)
+        fill_(parameter, name, seed, shape, slices, INIT_STD)

@@ -30,13 +30,8 @@ from common.precision.transformer_engine import undone_where_it_fails
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
 from gpt3.train import GraphedLayers, eager_step
-from graph_worth.capture.pool import Pool
-from graph_worth.compiled import Compiled, require_compiler
-from graph_worth.contract import variant
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import mark, section
+from graph_worth import Compiled, Parameterized, Pool, Unsupported, mark, require_compiler, section, variant
 from graph_worth.parallel import collectives
-from graph_worth.variant_parameterized import Parameterized
 
 # Flags of make_graphed_callables: no gradient is cloned, and slots share static inputs and output gradients.
 REUSED = {"clone_param_grads_on_return": False, "_reuse_graph_input_output_buffers": True}

@@ -14,10 +14,8 @@ from common.precision.fp8 import NoScaling
 from gpt3.config import Config, fit, require
 from gpt3.emulated_fp8 import EmulatedScaling
 from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
-from graph_worth.capture.pool import StaticInputs
+from graph_worth import StaticInputs, Unsupported, section
 from graph_worth.machine import host_state
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import section
 from graph_worth.parallel import collectives
 from graph_worth.parallel.host_messages import of_all_ranks
 
@@ -184,9 +182,9 @@ class State(History):
         if self.ranks.dp > 1:
             collectives.all_reduce_mean_(self.loss, self.groups.replicas)
         # The first steps are what runs are compared by; a longer run keeps overwriting the last place.
-        place = self.slot(index)
-        self.losses[place].copy_(self.loss)
-        self.grad_norms[place].copy_(self.adam.grad_norm)
+        slot = self.slot(index)
+        self.losses[slot].copy_(self.loss)
+        self.grad_norms[slot].copy_(self.adam.grad_norm)
 
     @torch.no_grad()
     def evaluate(self) -> float:

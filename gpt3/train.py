@@ -74,7 +74,7 @@ by the config. Graphs made by Transformer Engine and by torch.compile are in gpt
 """
 
 from gpt3.config import FACTS, PRESETS, Config, card, step_flops
-from graph_worth.contract import Training, parse, variant
+from graph_worth import Training, parse, variant
 
 if __name__ == "__main__":
     args = parse("gpt3", Config, PRESETS, **FACTS)  # before torch is imported: --help and mistakes are answered at once
@@ -86,12 +86,10 @@ import torch
 
 from common.flops import CAUSAL_HALF, peak_flops
 from gpt3.state import State, hyperparameters, resolve
-from graph_worth.capture.pool import Pool  # graphs that share memory; without a GPU host graphs stand in for them
-from graph_worth.made_variant import Capture
 
-# section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from graph_worth.measuring.marks import mark, section
-from graph_worth.script.session import session
+# A Pool holds graphs that share memory; without a GPU host graphs stand in for them. section names a part of the step
+# in a profile, at a mark the harness times the host. In a capture both do nothing.
+from graph_worth import Capture, Pool, mark, section, session
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step. The baseline `eager` runs it as it is.

@@ -13,6 +13,8 @@ in one order in buckets of one layout, NCCL promises nothing. The norm adds up i
 and with it a clipped gradient, may differ.
 """
 
+from functools import partial
+
 import torch
 
 from common.optimizers.adam import Adam
@@ -63,12 +65,10 @@ class ZeroAdam:
         own_params, own_grads = (
             [flat.chunk(num_parts)[part] for flat in flats] for flats in (self.flat_params, self.grads.flats)
         )
-        self._uncounted = self._shares_of({id(param) for param in uncounted}, num_parts, part)
-        self.adam = Adam(own_params, hyperparameters, own_grads, reduce_norm=self._reduce_norm)
+        shares = self._shares_of({id(param) for param in uncounted}, num_parts, part)
+        reduce_norm = partial(reduce_norm_, group="", uncounted=shares)
+        self.adam = Adam(own_params, hyperparameters, own_grads, reduce_norm=reduce_norm)
         self.lr, self.grad_norm, self.step_count = self.adam.lr, self.adam.grad_norm, self.adam.step_count
-
-    def _reduce_norm(self, norm):
-        reduce_norm_(norm, "", self._uncounted)
 
     def _shares_of(self, identities, num_parts, part):
         """This rank's parts of some parameters' gradients, flat."""

@@ -10,22 +10,39 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from graph_worth.capture.lightning import CUDAGraphCallback as CUDAGraphCallback
     from graph_worth.capture.pool import CaptureError as CaptureError
     from graph_worth.capture.pool import Pool as Pool
+    from graph_worth.capture.pool import StaticInputs as StaticInputs
+    from graph_worth.capture.static_inputs import DoubleBuffered as DoubleBuffered
+    from graph_worth.capture.triton_launch import Launch as Launch
+    from graph_worth.compiled import Compiled as Compiled
+    from graph_worth.compiled import require_compiler as require_compiler
     from graph_worth.config import needs as needs
     from graph_worth.config import option as option
+    from graph_worth.config import require_fields as require_fields
+    from graph_worth.config import require_folder_of_its_own as require_folder_of_its_own
     from graph_worth.contract import Timing as Timing
     from graph_worth.contract import Training as Training
     from graph_worth.contract import parse as parse
     from graph_worth.contract import variant as variant
+    from graph_worth.made_variant import Capture as Capture
     from graph_worth.made_variant import Unsupported as Unsupported
     from graph_worth.measuring.marks import mark as mark
     from graph_worth.measuring.marks import section as section
     from graph_worth.script.session import session as session
+    from graph_worth.variant_parameterized import Parameterized as Parameterized
 
 _MODULES = {
+    "CUDAGraphCallback": "capture.lightning",
+    "Capture": "made_variant",
     "CaptureError": "capture.pool",
+    "Compiled": "compiled",
+    "DoubleBuffered": "capture.static_inputs",
+    "Launch": "capture.triton_launch",
+    "Parameterized": "variant_parameterized",
     "Pool": "capture.pool",
+    "StaticInputs": "capture.pool",
     "Timing": "contract",
     "Training": "contract",
     "Unsupported": "made_variant",
@@ -33,6 +50,9 @@ _MODULES = {
     "needs": "config",
     "option": "config",
     "parse": "contract",
+    "require_compiler": "compiled",
+    "require_fields": "config",
+    "require_folder_of_its_own": "config",
     "section": "measuring.marks",
     "session": "script.session",
     "variant": "contract",

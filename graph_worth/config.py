@@ -107,9 +107,12 @@ def parse(model, config_class, presets, variants, argv=None, facts=None) -> Argu
     2.
     """
     raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(
-        prog=f"python -m {script_of(model)}", allow_abbrev=False, formatter_class=raw, epilog=_listed(variants)
-    )
+    command = f"python -m {script_of(model)}"
+    width = max(map(len, variants))
+    lines = ["variants:", *(f"  {name:{width}}  {variant.help}" for name, variant in variants.items())]
+    statuses = ", ".join(f"{status} {name}" for name, status in EXIT_STATUS.items())
+    lines += ["", f"exit status: {statuses}, 1 failed, 2 mistake on the command line"]
+    parser = Parser(prog=command, allow_abbrev=False, formatter_class=raw, epilog="\n".join(lines))
     parser.add_argument("--describe", action="store_true", help="print presets, variants and flags as JSON, then exit")
     for name, table in (("preset", presets), ("variant", variants)):
         first = next(iter(table))
@@ -265,19 +268,12 @@ def require_steps(flag, value):
         raise ValueError(f"{flag} {value}: takes at most {MAX_STEPS:,} steps")
 
 
-def _listed(variants):
-    width = max(map(len, variants))
-    listed = [f"  {name:{width}}  {each.help}" for name, each in variants.items()]
-    other = ", ".join(f"{status} {name}" for name, status in EXIT_STATUS.items())
-    return "\n".join(["variants:", *listed, "", f"exit status: {other}, 1 failed, 2 mistake on the command line"])
-
-
 def require_known(what, name, table):
     """ValueError where `name` is not in the table of what --`what` takes; it gives the new name for an old one."""
     if name in table:
         return
-    for new, each in table.items():
-        if name and getattr(each, "formerly", "") == name:
+    for new, entry in table.items():
+        if name and getattr(entry, "formerly", "") == name:
             raise ValueError(f"variant {name!r} is now {new!r}")
     raise ValueError(f"unknown {what} {name!r}, --{what} takes one of {', '.join(table)}")
 

@@ -208,12 +208,12 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
         ValueError: a variant is declared twice, an argument is no literal, a kind or parity is unknown, or a reference
             is no step function; the text names file and line.
     """
-    found: dict[str, Declared] = {}
+    variants: dict[str, Declared] = {}
     for module in modules:
         path = path_of(module)
         for node, call in _decorated(ast.parse(path.read_text())):
             place = f"{'/'.join(path.parts[-len(module.split('.')) :])}:{call.lineno}"
-            keywords = {each.arg: each.value for each in call.keywords}
+            keywords = {keyword.arg: keyword.value for keyword in call.keywords}
             try:
                 name = ast.literal_eval(call.args[0])
                 literals = {key: ast.literal_eval(keywords[key]) for key in LITERALS if key in keywords}
@@ -221,12 +221,12 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
                 raise ValueError(f"{place}: name, {', '.join(LITERALS)} of a variant are literals") from None
             if None in keywords:
                 raise ValueError(f"{place}: the keywords of a variant stand in its decorator, without **")
-            earlier = found.get(name)
+            earlier = variants.get(name)
             if earlier is not None:
                 if "when" not in keywords:
                     raise ValueError(f"{place}: variant {name!r} is declared at {earlier.place} already")
                 changed = {"modules": (*earlier.modules, module)}
-                found[name] = Declared(**vars(earlier) | changed)
+                variants[name] = Declared(**vars(earlier) | changed)
                 continue
             if literals.get("kind") not in KINDS:
                 raise ValueError(f"{place}: kind {literals.get('kind')!r} is not one of {', '.join(KINDS)}")
@@ -235,11 +235,11 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
             if not (parity in (None, "bitwise") or (isinstance(parity, float) and 0 <= parity < 1)):
                 raise ValueError(f"{place}: parity {parity!r} is not 'bitwise', None, or a float from 0.0 to below 1.0")
             text = (ast.get_docstring(node) or "").split("\n")[0].rstrip(".")
-            takes_index = isinstance(node, ast.FunctionDef) and "capture" not in {each.arg for each in node.args.args}
-            own = {"name": name, "modules": (module,), "place": place, "takes_index": takes_index, "help": text}
-            found[name] = Declared(**own | literals)
-    _require_references(modules[0], found)
-    return found
+            takes_index = isinstance(node, ast.FunctionDef) and "capture" not in {arg.arg for arg in node.args.args}
+            fields = {"name": name, "modules": (module,), "place": place, "takes_index": takes_index, "help": text}
+            variants[name] = Declared(**fields | literals)
+    _require_references(modules[0], variants)
+    return variants
 
 
 def path_of(module: str) -> Path:
@@ -259,14 +259,15 @@ def _decorated(tree):
                     yield node, call
 
 
-def _require_references(module, found):
-    if "eager" not in found:
+def _require_references(module, variants):
+    if "eager" not in variants:
         raise ValueError(f"{module}: no step is declared as @variant('eager', kind='eager')")
-    for each in found.values():
-        if each.reference not in found:
-            raise ValueError(f"{each.place}: reference {each.reference!r} of {each.name} is no variant")
-        if not found[each.reference].takes_index or found[each.reference].kind != "eager":
-            raise ValueError(f"{each.place}: reference {each.reference!r} of {each.name} is no step function")
+    for declared in variants.values():
+        text = f"{declared.place}: reference {declared.reference!r} of {declared.name} is no"
+        if declared.reference not in variants:
+            raise ValueError(f"{text} variant")
+        if not variants[declared.reference].takes_index or variants[declared.reference].kind != "eager":
+            raise ValueError(f"{text} step function")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -292,11 +293,11 @@ def parse(
     """
     script = script_of(model)
     with command_line.mistakes_in_one_line(f"python -m {script}"):
-        found = scan([script, *(f"{script.rpartition('.')[0]}.{each}" for each in files)])
+        variants = scan([script, *(f"{script.rpartition('.')[0]}.{file}" for file in files)])
         if argv is None:
             _alias_main(model)
     require = facts.pop("require", None)
-    args = command_line.parse(model, config_class, presets, found, argv, facts | {"builds": builds})
+    args = command_line.parse(model, config_class, presets, variants, argv, facts | {"builds": builds})
     with command_line.mistakes_in_one_line(f"python -m {script}"):
         if argv is None and hasattr(args.config, "require_ranks"):
             args.config.require_ranks(int(os.environ.get("WORLD_SIZE", "1")))

@@ -3,7 +3,7 @@
 import dataclasses
 
 
-def describe(model: str, presets: dict, variants: dict, facts: dict, asked: dict) -> dict:
+def describe(model: str, presets: dict, variants: dict, facts: dict, changed_presets: dict) -> dict:
     """Describe a script: its presets, what the decorators of its variants say, and its facts.
 
     Args:
@@ -14,25 +14,25 @@ def describe(model: str, presets: dict, variants: dict, facts: dict, asked: dict
             "parity_variables", of the environment; "sweeps", quantity that benchmarks.sweep may vary -> its fields (the
             first takes the value, others keep their ratio to it); and "presets_need", a function of a preset's name and
             its config that gives `graph_worth.config.needs`.
-        asked: Preset -> the config that flags made of it, for its needs.
+        changed_presets: Preset -> the config that flags made of it, for its needs.
     """
-    own = variants.values()
+    declared = variants.values()
     described = {
         "model": model,
         "presets": {name: dataclasses.asdict(preset) for name, preset in presets.items()},
-        "variants": {name: each.help for name, each in variants.items()},
-        "kinds": {each.name: each.kind for each in own},
-        "bitwise": [each.name for each in own if each.parity == "bitwise"],
-        "tolerance": {each.name: each.parity for each in own if isinstance(each.parity, float)},
-        "reference": {each.name: each.reference for each in own if each.reference != "eager"},
-        "traits": {each.name: dict(each.traits) for each in own if each.traits},
-        "headline": [each.name for each in own if each.headline],
-        "formerly": {each.formerly: each.name for each in own if each.formerly},
-        "variant_builds": {each.name: list(each.builds) for each in own},
+        "variants": {name: variant.help for name, variant in variants.items()},
+        "kinds": {variant.name: variant.kind for variant in declared},
+        "bitwise": [variant.name for variant in declared if variant.parity == "bitwise"],
+        "tolerance": {variant.name: variant.parity for variant in declared if isinstance(variant.parity, float)},
+        "reference": {variant.name: variant.reference for variant in declared if variant.reference != "eager"},
+        "traits": {variant.name: dict(variant.traits) for variant in declared if variant.traits},
+        "headline": [variant.name for variant in declared if variant.headline],
+        "formerly": {variant.formerly: variant.name for variant in declared if variant.formerly},
+        "variant_builds": {variant.name: list(variant.builds) for variant in declared},
         **facts,
         "builds": {"": {}, **(facts.get("builds") or {})},
     }
     if "presets_need" in facts:
-        needed = {name: facts["presets_need"](name, config) for name, config in {**presets, **asked}.items()}
+        needed = {name: facts["presets_need"](name, config) for name, config in {**presets, **changed_presets}.items()}
         described["presets_need"] = needed
     return described

@@ -13,18 +13,13 @@ CODE = PACKAGE if IS_INSTALLED else PACKAGE.parent
 
 def models_below(folder: Path) -> list[Path]:
     """Return the folders with a train.py below a folder, as gpt3/ and examples/minimal/, sorted."""
-    found = [path.parent for pattern in ("[!.]*/train.py", "[!.]*/*/train.py") for path in folder.glob(pattern)]
-    return sorted(path for path in found if path.parent.name != "tests")
+    folders = [path.parent for pattern in ("[!.]*/train.py", "[!.]*/*/train.py") for path in folder.glob(pattern)]
+    return sorted(path for path in folders if path.parent.name != "tests")
 
 
-def _root() -> Path:
-    here = Path.cwd()
-    is_project = IS_INSTALLED or (not here.is_relative_to(CODE) and bool(models_below(here)))
-    return here if is_project else CODE
-
-
+_HERE = Path.cwd()
 # Models lie there, and workers start there: the repository, or somebody's project that is the current folder.
-ROOT = _root()
+ROOT = _HERE if IS_INSTALLED or (not _HERE.is_relative_to(CODE) and models_below(_HERE)) else CODE
 # The model of a step that a user hands over, as run files name it.
 OWN_STEP = "common.your_step"
 _STEP_SCRIPT = "graph_worth.your_step.step_script"

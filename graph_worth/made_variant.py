@@ -104,30 +104,30 @@ class Capture:
         return sum(pool.num_replays for pool in self.pools)
 
 
-def complete_variant(made: Any, capture: Capture, replays: int | None = 0) -> Any:
+def complete_variant(variant: Any, capture: Capture, replays: int | None = 0) -> Any:
     """Give an object of a script the rest of a `MadeVariant`, and a close that releases the pools of its capture.
 
     Args:
-        made: has `step`, and may have `replays_of` and `close`; it is returned.
+        variant: has `step`, and may have `replays_of` and `close`; it is returned.
         capture: with which it was made.
         replays: of each step, where it has no `replays_of`.
     """
-    if not hasattr(made, "capture"):
-        made.capture = capture
-    if not hasattr(made, "replays_of"):
-        made.replays_of = lambda index: replays or 0
-    own: Any = getattr(type(made), "close", None)
+    if not hasattr(variant, "capture"):
+        variant.capture = capture
+    if not hasattr(variant, "replays_of"):
+        variant.replays_of = lambda index: replays or 0
+    class_close: Any = getattr(type(variant), "close", None)
     # Without a cycle of references, so that a variant's tensors are freed with it.
-    this: Any = weakref.ref(made) if own else None
+    this: Any = weakref.ref(variant) if class_close else None
 
     def close():
-        told = own(this()) if own else None
+        result = class_close(this()) if class_close else None
         for pool in capture.pools:
             pool.release()
-        return told
+        return result
 
-    made.close = close
-    return made
+    variant.close = close
+    return variant
 
 
 def enter(variant) -> None:

@@ -26,10 +26,10 @@ class Snapshot:
         self._numbers: list = []
         self._generators: list[torch.Generator] = []
         self._parameters: list[torch.nn.Parameter] = []
-        kinds = [type(each).__name__ for each in owned]
-        for i, (kind, each) in enumerate(zip(kinds, owned, strict=True)):
+        kinds = [type(item).__name__ for item in owned]
+        for i, (kind, item) in enumerate(zip(kinds, owned, strict=True)):
             # With a number where there are several of a class.
-            self._add(kind if kinds.count(kind) == 1 else f"{kind} {kinds[:i].count(kind)}", each)
+            self._add(kind if kinds.count(kind) == 1 else f"{kind} {kinds[:i].count(kind)}", item)
         self.tensors = [(name, own_part(tensor)) for name, tensor in _without_doubles(self.tensors)]
         self._values = [tensor.detach().clone() for _, tensor in self.tensors]
         self._gradients = [
@@ -56,27 +56,27 @@ class Snapshot:
         for put_back in self._numbers:
             put_back()
 
-    def _add(self, name, each):
-        if isinstance(each, torch.Tensor):
-            self.tensors.append((name, each))
-            if isinstance(each, torch.nn.Parameter):
-                self._parameters.append(each)
-        elif isinstance(each, torch.nn.Module):
-            self._parameters += list(each.parameters())
-            self.tensors += [(f"{name}.{key}", tensor) for key, tensor in each.named_parameters()]
-            self.tensors += [(f"{name}.{key}", tensor) for key, tensor in each.named_buffers()]
-        elif isinstance(each, torch.optim.Optimizer):
-            self._add_optimizer(name, each)
-        elif isinstance(each, torch.Generator):
-            self._generators.append(each)
-        elif isinstance(each, dict):
-            for key, value in each.items():
+    def _add(self, name, item):
+        if isinstance(item, torch.Tensor):
+            self.tensors.append((name, item))
+            if isinstance(item, torch.nn.Parameter):
+                self._parameters.append(item)
+        elif isinstance(item, torch.nn.Module):
+            self._parameters += list(item.parameters())
+            self.tensors += [(f"{name}.{key}", tensor) for key, tensor in item.named_parameters()]
+            self.tensors += [(f"{name}.{key}", tensor) for key, tensor in item.named_buffers()]
+        elif isinstance(item, torch.optim.Optimizer):
+            self._add_optimizer(name, item)
+        elif isinstance(item, torch.Generator):
+            self._generators.append(item)
+        elif isinstance(item, dict):
+            for key, value in item.items():
                 self._add(f"{name}.{key}", value)
-        elif isinstance(each, (list, tuple)):
-            for index, value in enumerate(each):
+        elif isinstance(item, (list, tuple)):
+            for index, value in enumerate(item):
                 self._add(f"{name}.{index}", value)
-        elif hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
-            self._add_stateful(name, each)
+        elif hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
+            self._add_stateful(name, item)
         else:
             raise ValueError(
                 f"what training changes has a {name}: it needs state_dict and load_state_dict, or hand over its tensors"
@@ -93,22 +93,21 @@ class Snapshot:
             self.tensors += [(f"{name}.{index}.{key}", t) for key, t in state.items() if isinstance(t, torch.Tensor)]
             self._numbers.append(_numbers_of(state))
 
-    def _add_stateful(self, name, each):
+    def _add_stateful(self, name, item):
         """Any other object: tensors that it hands out itself, the rest through load_state_dict."""
-        state = each.state_dict()
-        again = each.state_dict()
-        own = _tensors_of(name, state)
-        is_live = bool(own) and all(
-            a is b or a.data_ptr() == b.data_ptr() for (_, a), (_, b) in zip(own, _tensors_of(name, again), strict=True)
-        )
+        state = item.state_dict()
+        again = item.state_dict()
+        tensors = _tensors_of(name, state)
+        pairs = zip(tensors, _tensors_of(name, again), strict=True)
+        is_live = bool(tensors) and all(a is b or a.data_ptr() == b.data_ptr() for (_, a), (_, b) in pairs)
         if is_live:
             # A schedule shows tensors that it fills; its counts are attributes of the same names.
-            self.tensors += own
-            kept_numbers = {key: state[key] for key in state.keys() & vars(each).keys() if isinstance(state[key], int)}
-            self._numbers.append(lambda: vars(each).update(copy.deepcopy(kept_numbers)))
+            self.tensors += tensors
+            kept_numbers = {key: state[key] for key in state.keys() & vars(item).keys() if isinstance(state[key], int)}
+            self._numbers.append(lambda: vars(item).update(copy.deepcopy(kept_numbers)))
             return
         kept = copy.deepcopy(state)
-        self._numbers.append(lambda: each.load_state_dict(copy.deepcopy(kept)))
+        self._numbers.append(lambda: item.load_state_dict(copy.deepcopy(kept)))
 
     def _random_states(self):
         states: list = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
@@ -168,7 +167,7 @@ def _tensors_of(name, tree) -> Named:
     if isinstance(tree, torch.Tensor):
         return [(name, tree)]
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    return [found for key, value in items for found in _tensors_of(f"{name}.{key}", value)]
+    return [pair for key, value in items for pair in _tensors_of(f"{name}.{key}", value)]
 
 
 def _without_doubles(named: Named) -> Named:

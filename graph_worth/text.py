@@ -15,7 +15,7 @@ def printable(text) -> str:
     text = str(text)
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 _PATH = re.compile(r"""(?:(?<![\w.])|(?<=-[A-Z]))~?/[^:;,="']+""")
@@ -26,9 +26,9 @@ def without_folders(text: str) -> str:
     return _PATH.sub(name_of, text)
 
 
-def name_of(found) -> str:
+def name_of(match) -> str:
     """Return the last name of a path that a regular expression has found."""
-    return PurePosixPath(found[0]).name
+    return PurePosixPath(match[0]).name
 
 
 def lines(text: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.fit import require_split
 from common.parallel.groups import Parallel
-from graph_worth.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
 
 # Tensors that a layer quantises (llama2_lora/kernels/scaling.py).
 FORWARD_SCALES = ("qkv_in", "proj_in", "fc1_in", "fc2_in", "fc1_out")
@@ -71,8 +71,7 @@ class Config(Parallel, Timing):
         ("whole", "separate"),
     )
     data: str = option(
-        "",
-        "packed rows: a file, or a folder of train and validation files (empty: the Python standard library)",
+        "", "packed rows: a file, or a folder of train and validation files (empty: the Python standard library)"
     )
     checkpoint: str = option("", "folder of a Hugging Face Llama (empty: random weights)")
     save_adapter: str = option("", "new folder for the trained adapter, in PEFT's format (empty: none)")

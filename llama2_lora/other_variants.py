@@ -7,10 +7,7 @@ import torch
 
 from common.precision import nvfp4
 from common.precision.transformer_engine import undone_where_it_fails
-from graph_worth.compiled import Compiled, require_compiler
-from graph_worth.contract import variant
-from graph_worth.made_variant import Unsupported
-from graph_worth.variant_parameterized import Parameterized
+from graph_worth import Compiled, Parameterized, Unsupported, require_compiler, variant
 from llama2_lora.state import State
 from llama2_lora.train import GraphedStep, eager_step
 

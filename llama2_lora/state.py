@@ -13,10 +13,8 @@ from common.optimizers.hyperparameters import Hyperparameters
 from common.parallel.buckets import reduce_norm_
 from common.parallel.groups import make_groups
 from common.precision import nvfp4
-from graph_worth.capture.pool import StaticInputs
+from graph_worth import StaticInputs, Unsupported, section
 from graph_worth.machine import host_state
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import section
 from graph_worth.parallel import collectives
 from graph_worth.parallel.host_messages import of_all_ranks
 from llama2_lora import plan
@@ -134,11 +132,11 @@ class State(History):
 
     def keep_loss(self, index: int):
         """Copy loss and gradient norm of step `index` to their history, before a replay overwrites them."""
-        place = self.slot(index)
-        self.losses[place].copy_(self.stack.loss)
+        slot = self.slot(index)
+        self.losses[slot].copy_(self.stack.loss)
         # Each rank has the part of its tokens.
-        collectives.all_reduce_sum_(self.losses[place], self.context)
-        self.grad_norms[place].copy_(self.adam.grad_norm)
+        collectives.all_reduce_sum_(self.losses[slot], self.context)
+        self.grad_norms[slot].copy_(self.adam.grad_norm)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -159,11 +157,11 @@ class State(History):
 
     def finish(self) -> list[str]:
         """Save the trained adapter. Returns a line that says so."""
-        folder, own = self.config.save_adapter, self.adam.masters[0]
+        folder, flat = self.config.save_adapter, self.adam.masters[0]
         if not folder:
             return []
-        every = own.new_empty(self.tensor.size * len(own))
-        collectives.all_gather_into_(every, own, self.tensor.group)
+        every = flat.new_empty(self.tensor.size * len(flat))
+        collectives.all_gather_into_(every, flat, self.tensor.group)
         if self.rank:
             return []
         adapters.save(folder, dict(self.adapters.named_whole(every.chunk(self.tensor.size))), self.config)

@@ -82,7 +82,7 @@ on its part of each layer (layers/tensor.py):
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer --tp 2
 """
 
-from graph_worth.contract import Training, parse, variant
+from graph_worth import Training, parse, variant
 from llama2_lora.config import FACTS, PRESETS, Config, flops_per_step
 
 if __name__ == "__main__":
@@ -93,11 +93,9 @@ from functools import partial
 import torch
 
 from common.flops import CAUSAL_HALF, peak_flops
-from graph_worth.made_variant import Capture, Unsupported
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from graph_worth.measuring.marks import mark, section
-from graph_worth.script.session import session
+from graph_worth import Capture, Unsupported, mark, section, session
 from llama2_lora.plan import card
 from llama2_lora.state import State, hyperparameters, resolve
 

@@ -8,7 +8,7 @@ from common.fit import require_split
 from common.flops import Transformer
 from common.parallel.groups import Parallel, require_divisible
 from common.scope_rules import Setting, refuse
-from graph_worth.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
 from graph_worth.machine.allocator import has_expandable_segments, nccl_registers
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
@@ -178,8 +178,8 @@ def layers_of_stages(layers: int, pp: int) -> list[range]:
     if layers % pp == 0:
         sizes = [layers // pp] * pp
     elif (layers + 2) % pp == 0 and (layers + 2) // pp > 1:
-        each = (layers + 2) // pp
-        sizes = [each - 1, *[each] * (pp - 2), each - 1]
+        inner = (layers + 2) // pp
+        sizes = [inner - 1, *[inner] * (pp - 2), inner - 1]
     else:
         raise ValueError(f"--layers {layers}: takes a multiple of --pp {pp}, or two less than one")
     starts = [sum(sizes[:stage]) for stage in range(pp)]

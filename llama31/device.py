@@ -7,8 +7,8 @@ import torch
 from common.fit import fewer_layers
 from common.memory_plan import GIB, budget_bytes
 from common.precision import nvfp4
+from graph_worth import Unsupported
 from graph_worth.machine import host_state
-from graph_worth.made_variant import Unsupported
 from graph_worth.parallel.host_messages import of_all_ranks
 from llama31 import config as llama_config
 from llama31.config import ROPE_SCALING, Config

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from common.precision import nvfp4
 from common.precision.fp8 import E4M3_MAX, E5M2_MAX
-from graph_worth.measuring.marks import mark
+from graph_worth import mark
 from graph_worth.parallel import collectives
 from llama31.config import Config
 

@@ -105,7 +105,7 @@ class PlainLayer(nn.Module):
     def parts(self) -> dict[str, Part]:
         """By the names that common/data/checkpoint.py gives them."""
         linears = {"qkv": self.qkv, "proj": self.proj, "fc1": self.fc1, "fc2": self.fc2}
-        parts = {name: Part(each.weight, each.adds_to_main_grad, each.write) for name, each in linears.items()}
+        parts = {name: Part(linear.weight, linear.adds_to_main_grad, linear.write) for name, linear in linears.items()}
         return parts | {"norm1": Part(self.norm1), "norm2": Part(self.norm2)}
 
     def forward(self, x, is_first_microbatch: bool):
@@ -135,8 +135,8 @@ class PlainLayer(nn.Module):
         c, (s, b, _) = self.config, qkv.shape
         q, k, v = qkv.view(s, b, c.local_kv_heads, -1, c.head_dim).split([c.heads // c.kv_heads, 1, 1], 3)
         q, k, v = self._turned(q.flatten(2, 3)), self._turned(k.flatten(2, 3)), v.flatten(2, 3)
-        k, v = (gather_from_sequence(each, self.groups.context) for each in (k, v))
-        q, k, v = (each.permute(1, 2, 0, 3) for each in (q, k, v))
+        k, v = (gather_from_sequence(tensor, self.groups.context) for tensor in (k, v))
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.visible, is_causal=self.visible is None, enable_gqa=True
         )
@@ -204,17 +204,17 @@ class TransformerEngineLayer(nn.Module):
         }
         # A stored FP8 weight quantises a master with a scale of its own, into the memory that it has and, since it was
         # made with gradients on, into its transposed copy: a captured graph reads both at their addresses.
-        parts = {name: Part(each, True, each.quantize_ if self.stored else None) for name, each in matrices.items()}
+        parts = {name: Part(value, True, value.quantize_ if self.stored else None) for name, value in matrices.items()}
         norms = {"norm1": attention.layernorm_qkv.layer_norm_weight, "norm2": mlp.layer_norm_weight}
-        return parts | {name: Part(each) for name, each in norms.items()}
+        return parts | {name: Part(norm) for name, norm in norms.items()}
 
     def forward(self, x, is_first_microbatch: bool):
         return self.layer(x, rotary_pos_emb=self.angles, is_first_microbatch=is_first_microbatch)
 
     def attention(self, x, is_first_microbatch: bool):
         """As PlainLayer.attention: what te.TransformerLayer calls of it, version 2.20.2, without bias and dropout."""
-        own, flags = self.layer.self_attention, {"is_first_microbatch": is_first_microbatch}
-        return x + own(x, attn_mask_type="causal", rotary_pos_emb=self.angles, **flags)[0]
+        self_attention, flags = self.layer.self_attention, {"is_first_microbatch": is_first_microbatch}
+        return x + self_attention(x, attn_mask_type="causal", rotary_pos_emb=self.angles, **flags)[0]
 
     def mlp(self, x, is_first_microbatch: bool):
         """As PlainLayer.mlp."""
@@ -301,10 +301,10 @@ def fill_at_random_(value, config: Config, place: Place, name: str, layer: int |
         value.fill_(1.0)
         return
     std = INIT_STD / math.sqrt(2 * c.layers) if name in ("proj", "fc2") else INIT_STD
-    own = slice(rank * num_rows, (rank + 1) * num_rows)
+    shard = slice(rank * num_rows, (rank + 1) * num_rows)
     full = f"{name}" if layer is None else f"layers.{layer}.{name}"
     if name in ("embedding", "head", "qkv"):
-        fill_(value, full, seed, (num_rows * c.tp, num_columns), (own, slice(None)), std)
+        fill_(value, full, seed, (num_rows * c.tp, num_columns), (shard, slice(None)), std)
     elif name == "fc1":
         rows = slice(rank * c.local_ffn, (rank + 1) * c.local_ffn)
         for half, part in zip(("gate", "up"), value.view(2, c.local_ffn, c.hidden), strict=True):

@@ -1,10 +1,7 @@
 """The variants beside train.py's: torch.compile, parameterized launches, and graph_step in FP4."""
 
 from common.precision import nvfp4
-from graph_worth.compiled import Compiled, require_compiler
-from graph_worth.contract import variant
-from graph_worth.made_variant import Unsupported
-from graph_worth.variant_parameterized import Parameterized
+from graph_worth import Compiled, Parameterized, Unsupported, require_compiler, variant
 from llama31.state import State
 from llama31.train import GraphedStep, eager_step
 

@@ -11,9 +11,7 @@ from common.optimizers.hyperparameters import Hyperparameters
 from common.optimizers.no_adam import NoAdam
 from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import make_groups
-from graph_worth.capture.pool import StaticInputs
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import mark, section
+from graph_worth import StaticInputs, Unsupported, mark, section
 from graph_worth.parallel import collectives
 from llama31 import validation
 from llama31.config import Config, layers_of_stages
@@ -70,7 +68,10 @@ class State(History):
         # What a microbatch's mean loss counts for in the step's: on the device, since the number of them may change.
         self.share = torch.ones((), device=device)
         self.source = token_files.open_tokens(config.data)
-        self.batches = [self._batch(rows) for rows in self._training_rows()]
+        first = self.place.data_rank * config.batches
+        count = config.microbatches * config.microbatch
+        length = config.sequence // config.share_cp
+        self.batches = [self._batch(self.source.batch(first + i, count, length)) for i in range(config.batches)]
         self.held_out = self._held_out()
         if config.validate_every:
             self.require_held_out()
@@ -85,8 +86,8 @@ class State(History):
         if c.layer == "te":
             rope, make, more = angles, TransformerEngineLayer, (self.recipe,)
         else:
-            own = angles[positions_of(c, self.place.context_rank)][:, None, None].to(self.device)
-            rope, make, more = (own.cos(), own.sin()), PlainLayer, ()
+            local_angles = angles[positions_of(c, self.place.context_rank)][:, None, None].to(self.device)
+            rope, make, more = (local_angles.cos(), local_angles.sin()), PlainLayer, ()
         self.layers = torch.nn.ModuleList(make(*parts, rope, dtype, self.device, *more) for _ in self.numbers)
         # The plan is of the widest stage. Its last layers keep most, which all stages have.
         self.calls = [
@@ -232,9 +233,9 @@ class State(History):
             _require_number("gradient norm", self.adam.grad_norm)
         with section("losses"):
             self.mean_loss(self.microbatch_losses, self.loss)
-        place = self.slot(index)
-        self.losses[place].copy_(self.loss)
-        self.grad_norms[place].copy_(self.adam.grad_norm)
+        slot = self.slot(index)
+        self.losses[slot].copy_(self.loss)
+        self.grad_norms[slot].copy_(self.adam.grad_norm)
 
     def mean_loss(self, losses, out) -> None:
         """The sum of microbatches' losses into `out`, from the last stage, averaged over data and context ranks."""
@@ -298,11 +299,6 @@ class State(History):
     # ------------------------------------------------------------------------------------------------
     # Data
 
-    def _training_rows(self):
-        c, count = self.config, self.config.microbatches * self.config.microbatch
-        for index in range(c.batches):
-            yield self.source.batch(index + self.place.data_rank * c.batches, count, c.sequence // c.share_cp)
-
     def _held_out(self):
         c, count = self.config, self.config.microbatches * self.config.microbatch
         try:
@@ -315,8 +311,8 @@ class State(History):
         """int64 [sequences, s + 1] -> this context rank's tokens and targets [m, s / cp, b], within the vocabulary."""
         c = self.config
         rows = (torch.from_numpy(rows) % (c.vocab // c.share)).view(c.microbatches, c.microbatch, -1).transpose(1, 2)
-        own = positions_of(c, self.place.context_rank)
-        batch = {"tokens": rows[:, own].contiguous(), "targets": rows[:, own + 1].contiguous()}
+        positions = positions_of(c, self.place.context_rank)
+        batch = {"tokens": rows[:, positions].contiguous(), "targets": rows[:, positions + 1].contiguous()}
         if self.device.type == "cuda":
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch

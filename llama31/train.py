@@ -65,7 +65,7 @@ and NaN checks in other_variants.py.
     torchrun --standalone --nproc-per-node 2 -m llama31.train --preset tiny --variant graph_fwd_bwd --tp 2
 """
 
-from graph_worth.contract import Training, parse, variant
+from graph_worth import Training, parse, variant
 from llama31.config import FACTS, PRESETS, Config, flops_per_step, require_runnable, tokens_per_step
 
 if __name__ == "__main__":
@@ -75,12 +75,10 @@ if __name__ == "__main__":
 import torch
 
 from common.flops import CAUSAL_HALF, peak_flops
-from graph_worth.made_variant import Capture
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from graph_worth.measuring.marks import mark, section
+from graph_worth import Capture, mark, section, session
 from graph_worth.parallel import collectives
-from graph_worth.script.session import session
 from llama31.device import card, resolve
 from llama31.pipeline import stage as pipeline
 from llama31.state import State, hyperparameters

@@ -3,8 +3,7 @@
 state: a llama31.state.State.
 """
 
-from graph_worth.capture.pool import Pool
-from graph_worth.measuring.marks import section
+from graph_worth import Pool, section
 from llama31.pipeline.stage import forward_only
 
 

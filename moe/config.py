@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.fit import fit_layers
-from graph_worth.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
 
 GIB = 2**30
 # What CUDA, cuBLAS and cuDNN take outside of torch's allocator.

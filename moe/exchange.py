@@ -18,8 +18,8 @@ import os
 import torch
 
 from common.scope_rules import Setting, refuse
+from graph_worth import Unsupported
 from graph_worth.machine.allocator import has_expandable_segments, nccl_registers
-from graph_worth.made_variant import Unsupported
 from graph_worth.parallel import collectives
 from moe.config import Config
 from moe.kernels import labels, rows
@@ -88,13 +88,13 @@ class Exchange:
             routed.weights, routed.experts, plan.choice_of_row, plan.row_of_choice, numbers, (self.size, sent, received)
         )
         arrived = self._exchanged(rows.gather(y, plan), sent, received)
-        own = order_rows(experts, counts)
+        arrived_plan = order_rows(experts, counts)
         if self.is_static:
             # Padding comes last, has no offset, and reads the last expert's bias.
-            last = own.expert_of_row.clamp(max=self.experts - 1)
-            own = own._replace(expert_of_row=last, offsets=own.offsets[: self.experts])
-        z = multiply(rows.gather(arrived, own), weights, own)
-        z = _Reordered.apply(z, own.row_of_choice.flatten(), own.token_of_row)
+            last = arrived_plan.expert_of_row.clamp(max=self.experts - 1)
+            arrived_plan = arrived_plan._replace(expert_of_row=last, offsets=arrived_plan.offsets[: self.experts])
+        z = multiply(rows.gather(arrived, arrived_plan), weights, arrived_plan)
+        z = _Reordered.apply(z, arrived_plan.row_of_choice.flatten(), arrived_plan.token_of_row)
         return self._exchanged(z, received, sent)
 
     def _exchanged(self, x, sent, received):
@@ -132,10 +132,10 @@ class _Labelled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights, experts, choice_of_row, row_of_choice, numbers, way):
         size, sent, received = way
-        made = labels.write(weights, experts, choice_of_row, numbers[0])
+        row_labels = labels.write(weights, experts, choice_of_row, numbers[0])
         ctx.save_for_backward(row_of_choice)
         ctx.way = (size, received, sent)
-        of_rows = labels.read(made if size == 1 else _move(made, sent, received), numbers[1])
+        of_rows = labels.read(row_labels if size == 1 else _move(row_labels, sent, received), numbers[1])
         ctx.mark_non_differentiable(*of_rows[1:])
         ctx.set_materialize_grads(False)
         return of_rows

@@ -151,8 +151,8 @@ def parameter(*shape, dtype, device):
 
 def freeze(module, config: Config) -> None:
     """With --lora-rank adapters alone are trained."""
-    for name, each in module.named_parameters():
-        each.requires_grad_(not config.lora_rank or name in ADAPTERS)
+    for name, param in module.named_parameters():
+        param.requires_grad_(not config.lora_rank or name in ADAPTERS)
 
 
 class Layer(nn.Module):
@@ -164,23 +164,23 @@ class Layer(nn.Module):
         self.window = c.window_of(number)
         self.shape = (c.local_heads, c.local_kv_heads, c.head_dim)
         width, rows_of_qkv = c.local_heads * c.head_dim, (c.local_heads + 2 * c.local_kv_heads) * c.head_dim
-        experts, own, shapes = c.local_experts, c.rank_experts, {}
+        experts, rank_experts, shapes = c.local_experts, c.rank_experts, {}
         shapes |= {"norm1": (c.hidden,), "qkv": (rows_of_qkv, c.hidden), "proj": (c.hidden, width)}
         shapes |= {"norm2": (c.hidden,), "router": (experts, c.hidden)}
-        shapes |= {"w1": (own, c.hidden, 2 * c.ffn), "w2": (own, c.ffn, c.hidden)}
+        shapes |= {"w1": (rank_experts, c.hidden, 2 * c.ffn), "w2": (rank_experts, c.ffn, c.hidden)}
         if c.family == "qwen3":
             shapes |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
         else:
             shapes |= {"qkv_bias": (rows_of_qkv,), "proj_bias": (c.hidden,), "sinks": (c.local_heads,)}
             # Each rank adds the second biases of all experts to its own tokens.
-            shapes |= {"router_bias": (experts,), "bias1": (own, 2 * c.ffn), "bias2": (experts, c.hidden)}
+            shapes |= {"router_bias": (experts,), "bias1": (rank_experts, 2 * c.ffn), "bias2": (experts, c.hidden)}
         if c.lora_rank:
             shapes |= {"qkv_a": (c.lora_rank, c.hidden), "qkv_b": (rows_of_qkv, c.lora_rank)}
             shapes |= {"proj_a": (c.lora_rank, width), "proj_b": (c.hidden, c.lora_rank)}
         names = (*ADAPTERS, "q_norm", "k_norm", "qkv_bias", "proj_bias", "sinks", "router_bias", "bias1", "bias2")
         for name in (*shapes, *(name for name in names if name not in shapes)):
-            made = parameter(*shapes[name], dtype=dtype, device=device) if name in shapes else None
-            self.register_parameter(name, made)
+            param = parameter(*shapes[name], dtype=dtype, device=device) if name in shapes else None
+            self.register_parameter(name, param)
         freeze(self, c)
 
     def project(self, x, weight, bias, a, b):
@@ -203,8 +203,8 @@ class Layer(nn.Module):
     def route(self, x) -> tuple[torch.Tensor, Routed]:
         """(normalised tokens [t, hidden], their choice of experts)."""
         c = self.config
-        own = x if c.share_tp == 1 else x[: c.routed_tokens]
-        y = F.rms_norm(own, self.norm2.shape, self.norm2, c.norm_eps)
+        routed_x = x if c.share_tp == 1 else x[: c.routed_tokens]
+        y = F.rms_norm(routed_x, self.norm2.shape, self.norm2, c.norm_eps)
         logits = _Linear.apply(y, self.router, self.router_bias, self.accumulation)
         return y, route(logits, c.top_k, c.aux_loss / (c.microbatches * c.ep), c.routing == "balanced")
 
@@ -221,10 +221,10 @@ class Layer(nn.Module):
         else:
             z = self._multiply(rows.gather(y, plan), routed.weights, plan)
         # A tensor-parallel share's experts have the first part of the sequence.
-        own = x if len(y) == len(x) else x[: len(y)]
+        residual = x if len(y) == len(x) else x[: len(y)]
         if self.bias2 is not None:
-            own = own + self._bias_of_outputs(routed, plan)
-        out = rows.combine(z, own, plan)
+            residual = residual + self._bias_of_outputs(routed, plan)
+        out = rows.combine(z, residual, plan)
         return out if len(y) == len(x) else torch.cat((out, x[len(y) :]))
 
     def _multiply(self, chosen, weights, plan):
@@ -261,7 +261,7 @@ class Ends(nn.Module):
     def mean_loss(self, hidden, targets):
         """Mean cross-entropy, without gradients."""
         parts = [slice(start, start + LOSS_TOKENS) for start in range(0, len(hidden), LOSS_TOKENS)]
-        losses = [F.cross_entropy(self.logits(hidden[own]).float(), targets[own], reduction="sum") for own in parts]
+        losses = [F.cross_entropy(self.logits(hidden[part]).float(), targets[part], reduction="sum") for part in parts]
         return torch.stack(losses).sum() / len(hidden)
 
     def logits(self, hidden):

@@ -14,10 +14,8 @@ from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
 from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import fill_
-from graph_worth.capture.pool import StaticInputs
+from graph_worth import StaticInputs, Unsupported, mark, section
 from graph_worth.machine import host_state
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import mark, section
 from graph_worth.parallel import collectives
 from graph_worth.parallel.host_messages import of_all_ranks
 from moe.attention import Sequences
@@ -62,25 +60,25 @@ class State(History):
         self._make_modules()
         self.microbatch_losses = torch.zeros(config.microbatches, device=device)
         super().__init__(device)
-        self.rope_table = tuple(each.to(device) for each in rope_table(config))
+        self.rope_table = tuple(table.to(device) for table in rope_table(config))
         self.batches = [self._batch(index, self.source.batch(index, *self._sizes)) for index in range(config.batches)]
         bounds = [batch["bounds"] for batch in self.batches] if config.documents else []
         # Of all packed documents.
-        self.lengths = [length for each in bounds for length in each.diff().flatten().tolist() if length]
+        self.lengths = [length for ends in bounds for length in ends.diff().flatten().tolist() if length]
         self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in self.batches[0].items()})
         # Without packed documents all microbatches have the same positions.
-        self.rope = tuple(each.repeat(config.microbatch, 1) for each in self.rope_table)
+        self.rope = tuple(table.repeat(config.microbatch, 1) for table in self.rope_table)
         self.adam = self._make_adam() if config.update else None
         self.reset()
 
     def _make_modules(self):
-        c, made = self.config, (self.dtype, self.device)
+        c, dtype_and_device = self.config, (self.dtype, self.device)
         switches = (self.accumulation, self.exchange)
-        self.layers = torch.nn.ModuleList(Layer(c, number, *switches, *made) for number in range(c.layers))
-        self.ends = Ends(c, self.accumulation, *made)
-        self.parts = [(name, None, each) for name, each in self.ends.named_parameters()]
+        self.layers = torch.nn.ModuleList(Layer(c, number, *switches, *dtype_and_device) for number in range(c.layers))
+        self.ends = Ends(c, self.accumulation, *dtype_and_device)
+        self.parts = [(name, None, parameter) for name, parameter in self.ends.named_parameters()]
         self.parts += [
-            (name, i, each) for i, layer in enumerate(self.layers) for name, each in layer.named_parameters()
+            (name, i, parameter) for i, layer in enumerate(self.layers) for name, parameter in layer.named_parameters()
         ]
         self.trained = [part for part in self.parts if part[2].requires_grad]
         for name, _, parameter in self.trained:
@@ -123,7 +121,7 @@ class State(History):
         if not c.documents:
             return Inputs(microbatch, self.rope, Sequences(c.sequence))
         places = self.inputs["positions"][microbatch]
-        rope = tuple(each.index_select(0, places) for each in self.rope_table)
+        rope = tuple(table.index_select(0, places) for table in self.rope_table)
         return Inputs(microbatch, rope, Sequences(c.sequence, self.inputs["bounds"][microbatch]))
 
     def embed(self, microbatch: int):
@@ -168,12 +166,12 @@ class State(History):
     def end_step(self, index: int) -> None:
         """Keep the step's loss and gradient norm, at a place that depends on its number."""
         with section("losses"):
-            place = self.slot(index)
-            torch.sum(self.microbatch_losses, 0, out=self.losses[place])
+            slot = self.slot(index)
+            torch.sum(self.microbatch_losses, 0, out=self.losses[slot])
             if self.config.ep > 1:
-                collectives.all_reduce_sum_(self.losses[place])
+                collectives.all_reduce_sum_(self.losses[slot])
             if self.adam:
-                self.grad_norms[place].copy_(self.adam.grad_norm)
+                self.grad_norms[slot].copy_(self.adam.grad_norm)
 
     # ------------------------------------------------------------------------------------------------
     # What a run asks of any state
@@ -330,9 +328,9 @@ def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
     else:
         # The same on all ranks: one with other layers would wait for an exchange that no other one makes.
         budget = (min(of_all_ranks(torch.cuda.mem_get_info(device)[0])) - CONTEXT_BYTES) // GIB
-        asked, config = config, fit(config, budget * GIB)
-        if config.layers < asked.layers:
-            notes.append(fewer_layers(config, asked, budget))
+        requested, config = config, fit(config, budget * GIB)
+        if config.layers < requested.layers:
+            notes.append(fewer_layers(config, requested, budget))
     if config.routing == "balanced":
         notes.append("balanced routing: every expert gets as many tokens, whatever the router says")
     adam = f", masters fp32, moments {config.moments}" if config.update else ""

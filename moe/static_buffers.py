@@ -20,8 +20,7 @@ import time
 
 import torch
 
-from graph_worth.contract import variant
-from graph_worth.measuring.marks import mark, section
+from graph_worth import mark, section, variant
 from graph_worth.parallel import collectives
 from moe.exchange import require_capturable
 from moe.state import State
@@ -85,9 +84,10 @@ class EagerStatic:
         """Steps, reruns, their mean ms, and the rows of the fullest buffer over its capacity, since the last call."""
         if self.reruns and self.state.device.type == "cuda":
             torch.cuda.synchronize(self.state.device)
-        each = [self._ms(begin, end) for begin, end in self.reruns]
-        mean = statistics.mean(each) if each else None
-        counted = {"steps": self.num_steps, "reruns": len(each), "rerun_ms": mean, "used": round(self.used, 4)}
+        on_cpu = self.state.device.type == "cpu"
+        rerun_times = [(end - begin) * 1e3 if on_cpu else begin.elapsed_time(end) for begin, end in self.reruns]
+        mean = statistics.mean(rerun_times) if rerun_times else None
+        counted = {"steps": self.num_steps, "reruns": len(rerun_times), "rerun_ms": mean, "used": round(self.used, 4)}
         self._forget()
         return counted
 
@@ -100,9 +100,6 @@ class EagerStatic:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _ms(self, begin, end):
-        return (end - begin) * 1e3 if self.state.device.type == "cpu" else begin.elapsed_time(end)
 
     def close(self) -> dict:
         return self.counted()

@@ -73,7 +73,7 @@ Freed          at the end of a run `session` calls reset() of every graph and dr
     python -m moe.train --preset gpt_oss --variant graph_step     # GPT-OSS-20B, as many layers as fit
 """
 
-from graph_worth.contract import Training, parse, variant
+from graph_worth import Training, parse, variant
 from moe import config as moe_config
 from moe.config import FACTS, PRESETS, Config
 
@@ -83,11 +83,9 @@ if __name__ == "__main__":
 import torch
 
 from common import flops
-from graph_worth.made_variant import Capture
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from graph_worth.measuring.marks import mark, section
-from graph_worth.script.session import session
+from graph_worth import Capture, mark, section, session
 from moe.exchange import require_capturable
 from moe.kernels.order import RowPlan
 from moe.kernels.routing import Routed
@@ -266,8 +264,8 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         graphs = ctx.graphs
-        own = [grad for grad, has_grad in zip(grads, graphs.has_grad, strict=True) if has_grad]
-        torch._foreach_copy_(graphs.grads, own)
+        used_grads = [grad for grad, has_grad in zip(grads, graphs.has_grad, strict=True) if has_grad]
+        torch._foreach_copy_(graphs.grads, used_grads)
         graphs.backward.replay()
         return graphs.grad_x, None  # the gradients of hidden and of graphs
 

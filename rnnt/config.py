@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass
 
 from common import fit
-from graph_worth.config import Timing, flag_of, needs, option, require_fields, require_folder_of_its_own
+from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth.config import flag_of
 from rnnt.data import buckets
 
 CONTEXT_BYTES = 2 * 2**30  # CUDA and its libraries

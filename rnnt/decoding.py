@@ -16,7 +16,7 @@ Source: MLPerf training v3.1, NVIDIA's rnnt/decoder.py, which gives the same lab
 import torch
 import torch.nn.functional as F
 
-from graph_worth.capture.pool import Pool
+from graph_worth import Pool
 from rnnt.speech.transcripts import open_tokenizer
 
 # LibriSpeech's dev-clean, which the benchmark is evaluated on, has as many.
@@ -141,11 +141,12 @@ def word_error_rate(state) -> tuple[float, int]:
 
 def word_errors(reference: str, hypothesis: str) -> int:
     """The fewest words to insert, delete and replace to get from one text to the other: Levenshtein's distance."""
-    wanted, found = reference.split(), hypothesis.split()
-    above = list(range(len(found) + 1))
-    for row, word in enumerate(wanted, 1):
+    reference_words, hypothesis_words = reference.split(), hypothesis.split()
+    above = list(range(len(hypothesis_words) + 1))
+    for row, reference_word in enumerate(reference_words, 1):
         current = [row]
-        for column, other in enumerate(found, 1):
-            current.append(min(above[column] + 1, current[-1] + 1, above[column - 1] + (word != other)))
+        for column, hypothesis_word in enumerate(hypothesis_words, 1):
+            replaced = above[column - 1] + (reference_word != hypothesis_word)
+            current.append(min(above[column] + 1, current[-1] + 1, replaced))
         above = current
     return above[-1]

@@ -62,8 +62,8 @@ class Lamb:
         self.master, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.ema_share) for _ in range(3))
 
         # (first, end) block of each tensor within the share, equal where it has none there; and each block's tensor.
-        own = [min(max(start - rank * num_blocks, 0), num_blocks) for start in starts]
-        self.spans = list(itertools.pairwise(own))
+        share_starts = [min(max(start - rank * num_blocks, 0), num_blocks) for start in starts]
+        self.spans = list(itertools.pairwise(share_starts))
         self.spans_on_device = torch.tensor(self.spans, dtype=torch.int32, device=device)
         owners = [index for index, (first, end) in enumerate(self.spans) for _ in range(end - first)]
         # Padding of the last rank's share is zero and stays so, whatever tensor it counts to.
@@ -126,10 +126,10 @@ class Lamb:
         """(name, tensor) of this rank's blocks of masters, moments and averages, and of the count of steps."""
         for index, (first, end) in enumerate(self.spans):
             if first < end:
-                own = slice(first * self.BLOCK, end * self.BLOCK)
+                elements = slice(first * self.BLOCK, end * self.BLOCK)
                 for name in ("master", "exp_avg", "exp_avg_sq"):
-                    yield f"optimizer.{index}.{name}", getattr(self, name)[own]
-                yield f"optimizer.{index}.ema", self.ema_share[own]
+                    yield f"optimizer.{index}.{name}", getattr(self, name)[elements]
+                yield f"optimizer.{index}.ema", self.ema_share[elements]
         yield "optimizer.steps", self.steps
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graph_worth.measuring.marks import mark
+from graph_worth import mark
 from rnnt.config import Config
 from rnnt.loss import joint_hidden
 

@@ -7,9 +7,8 @@ import torch
 
 from common.optimizers.loss_scaler import LossScaler
 from common.step_report import ScaledReport
+from graph_worth import Unsupported, section
 from graph_worth.machine import memory
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import section
 from rnnt import config as rnnt_config
 from rnnt.config import GENERATED, Config
 from rnnt.data import buckets
@@ -77,8 +76,8 @@ class State:
         if self.world_size > 1:
             every = [None] * self.world_size
             torch.distributed.all_gather_object(every, (shapes, most))
-            shapes = sorted({pair for found, _ in every for pair in found})
-            most = tuple(max(values) for values in zip(*(each for _, each in every), strict=True))
+            shapes = sorted({pair for rank_shapes, _ in every for pair in rank_shapes})
+            most = tuple(max(values) for values in zip(*(rank_most for _, rank_most in every), strict=True))
         largest = most if self.config.buckets == "auto" else (self.config.max_frames, self.config.max_tokens)
         cost = functools.partial(rnnt_config.padded_cost, self.config)
         return buckets.make_plan(self.config.buckets, shapes, *largest, cost)

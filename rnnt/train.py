@@ -74,7 +74,7 @@ Freed          at the end of a run `session` calls graph.reset() and drops graph
     torchrun --standalone --nproc-per-node 2 -m rnnt.train --variant graph_networks    # data parallel
 """
 
-from graph_worth.contract import Training, parse, variant
+from graph_worth import Training, parse, variant
 from rnnt.config import FACTS, PRESETS, Config, card, learning_rate, notes, require
 
 if __name__ == "__main__":
@@ -85,12 +85,10 @@ from typing import Any, NamedTuple
 import torch
 
 from common.flops import peak_flops
-from graph_worth.machine.host_state import available_host_bytes
-from graph_worth.made_variant import Capture
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from graph_worth.measuring.marks import mark, section
-from graph_worth.script.session import session
+from graph_worth import Capture, mark, section, session
+from graph_worth.machine.host_state import available_host_bytes
 from rnnt.data.batches import Batch
 from rnnt.loss import transducer_loss
 from rnnt.state import State, nominal_flops
@@ -343,7 +341,7 @@ class ForwardAndBackward:
         backward, _ = self.pool.capture(lambda: self._backward(output, grad_output), (grad_output,))
         # `output` keeps autograd's graph, and so the activations, until this method returns: nothing else refers to it.
         # Then the next bucket may use their memory, since in a step no graph of another bucket comes between these two.
-        self.graphs[length] = Graphs(forward, [each.detach() for each in outputs], backward, grad_output)
+        self.graphs[length] = Graphs(forward, [tensor.detach() for tensor in outputs], backward, grad_output)
 
     @torch.no_grad()  # the copies are not for autograd
     def _backward(self, output, grad_output):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common import fit
-from graph_worth.config import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
 
 TIMESTEPS = 1000
 LATENT_SCALE = 0.18215  # times latents of the VAE: variance one

@@ -13,7 +13,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 
 try:
     import triton
@@ -212,10 +212,10 @@ if triton:
             inside = (chunk < chunks)[:, None] & (member < size)[None, :]
             place = (sample * chunks + chunk)[:, None] * c + group * size + member[None, :]
             w = tl.load(weight + group * size + member, mask=member < size, other=0.0).to(tl.float32)
-            first = tl.sum(tl.load(partial + place, mask=inside, other=0.0), axis=0)
-            other = tl.sum(tl.load(second + place, mask=inside, other=0.0), axis=0)
-            tl.store(sums + tl.program_id(0), tl.sum(first * w, axis=0) / (area * size))
-            tl.store(sums + n * groups + tl.program_id(0), tl.sum(other * w, axis=0) / (area * size))
+            dz_sum = tl.sum(tl.load(partial + place, mask=inside, other=0.0), axis=0)
+            dz_hat_sum = tl.sum(tl.load(second + place, mask=inside, other=0.0), axis=0)
+            tl.store(sums + tl.program_id(0), tl.sum(dz_sum * w, axis=0) / (area * size))
+            tl.store(sums + n * groups + tl.program_id(0), tl.sum(dz_hat_sum * w, axis=0) / (area * size))
         else:
             channel = (tl.program_id(0) - n * groups) * cols + tl.arange(0, cols)
             of_bias, of_weight = tl.zeros((cols,), tl.float32), tl.zeros((cols,), tl.float32)

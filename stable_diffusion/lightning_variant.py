@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from graph_worth.capture.lightning import CUDAGraphCallback
-from graph_worth.measuring.marks import mark, section
+from graph_worth import CUDAGraphCallback, mark, section
 
 WARMUP_STEPS = 3
 

@@ -1,9 +1,6 @@
 """Other ways to run Stable Diffusion's step: torch's kernels, torch.compile, parameterized launches, Lightning."""
 
-from graph_worth.compiled import Compiled
-from graph_worth.contract import variant
-from graph_worth.made_variant import Unsupported
-from graph_worth.variant_parameterized import Parameterized
+from graph_worth import Compiled, Parameterized, Unsupported, variant
 from stable_diffusion.state import State
 from stable_diffusion.train import GraphedStep, eager_step
 

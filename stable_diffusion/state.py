@@ -12,10 +12,8 @@ from common.optimizers.hyperparameters import Hyperparameters
 from common.optimizers.loss_scaler import LossScaler
 from common.parallel.buckets import GradientBuckets
 from common.step_report import ScaledReport
-from graph_worth.capture.static_inputs import DoubleBuffered
+from graph_worth import DoubleBuffered, Unsupported, section
 from graph_worth.machine import memory
-from graph_worth.made_variant import Unsupported
-from graph_worth.measuring.marks import section
 from stable_diffusion.config import LATENT_SCALE, TIMESTEPS, Config, learning_rate, predicted_bytes
 from stable_diffusion.data.batches import Batches
 from stable_diffusion.data.shards import Samples

@@ -60,7 +60,7 @@ Freed          after the loop `session` calls graph.reset(), which gives back th
     torchrun --standalone --nproc-per-node 2 -m stable_diffusion.train --variant graph_step    # data parallel
 """
 
-from graph_worth.contract import Training, parse, variant
+from graph_worth import Training, parse, variant
 from stable_diffusion.config import FACTS, PRESETS, Config, card, flops_per_sample, require
 
 if __name__ == "__main__":
@@ -71,12 +71,10 @@ import torch
 import torch.nn.functional as F
 
 from common import flops
-from graph_worth.machine import host_state
-from graph_worth.made_variant import Capture
 
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
-from graph_worth.measuring.marks import mark, section
-from graph_worth.script.session import session
+from graph_worth import Capture, mark, section, session
+from graph_worth.machine import host_state
 from stable_diffusion.data import shards
 from stable_diffusion.state import State, hyperparameters
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graph_worth.measuring.marks import mark
+from graph_worth import mark
 from stable_diffusion import kernels
 from stable_diffusion.config import TIMESTEPS, Config, plan
 

@@ -1,4 +1,4 @@
-""".ci/run: what it runs, where it stops, and what its last line says. .ci/size.py: numbers that do not rise.
+""".ci/run: what it runs, where it stops, what its last line says. .ci/size.py, .ci/names.py: sizes and names.
 
 pytest tests/test_ci.py
 """
@@ -102,6 +102,16 @@ def test_what_fails_twice_is_counted_once(tmp_path):
 # ------------------------------------------------------------------------------------------------
 # Sizes
 
+
+def run_in_repository(folder, name):
+    """A program of .ci in a folder that becomes a repository."""
+    (folder / ".ci").mkdir()
+    shutil.copy(CI / name, folder / ".ci")
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    subprocess.run(["git", "add", "."], cwd=folder, check=True)
+    return subprocess.run([sys.executable, f".ci/{name}"], cwd=folder, capture_output=True, text=True)
+
+
 PROGRAM = '"""Text."""\n\nVALUE = 1\n\n\ndef double(x):\n    """Text."""\n    return 2 * x\n'
 
 
@@ -114,11 +124,7 @@ def run_size(tmp_path, *rows):
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / ".ci").mkdir()
-    shutil.copy(CI / "size.py", tmp_path / ".ci")
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
-    done = subprocess.run([sys.executable, ".ci/size.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = run_in_repository(tmp_path, "size.py")
     return done.returncode, done.stdout, done.stderr
 
 
@@ -146,3 +152,27 @@ def test_a_tree_that_grows_is_refused_with_the_numbers(tmp_path, rows, said):
             "3 statements of source, 3 allowed",
             "1 lines of tests, 1 allowed",
         ]
+
+
+# ------------------------------------------------------------------------------------------------
+# Names
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("for each in range(3):\n    print(each)\n", [1]),
+        ("def double(own, /):\n    return [made for made in own]\n", [1, 2]),
+        ("class Point:\n    own: int\n\n    def size(self):\n        return self.own\n", []),
+        ("blocks = [block for block in range(3)]\n", []),
+    ],
+)
+def test_a_name_that_says_nothing_is_refused_with_its_line(tmp_path, text, lines):
+    for name, content in {"a.py": text, "tests/test_a.py": "each = 1\n"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    done = run_in_repository(tmp_path, "names.py")
+    said = done.stdout.splitlines()
+    assert done.returncode == bool(lines) and [line.split(":")[:2] for line in said] == [
+        ["a.py", str(n)] for n in lines
+    ]

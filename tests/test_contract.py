@@ -156,7 +156,7 @@ def test_describe(model):
         assert (need["submitted"] is not None) == preset.startswith("mlperf")
         if need["submitted"]:
             num_ranks = need["submitted"]["nodes"] * need["submitted"]["gpus_per_node"]
-            script.require_world_size(described, preset, num_ranks, asked="its nodes and GPUs")
+            script.require_world_size(described, preset, num_ranks, rank_flags="its nodes and GPUs")
     for each in described["formerly"]:
         said = train(model, "--variant", each)
         new = described["formerly"][each]

@@ -65,23 +65,23 @@ class Checkpoint:
         """
         name = "embedding" if name == "head" and self.tied else name
         dim, (rank, ranks) = int(name in _BY_INPUTS), (0, 1) if name in _WHOLE else self._shard
-        places = {}
+        parts = {}
         for theirs, shape in parts_of(self._family, self._config, name, layer).items():
             size = shape[dim] // ranks
-            own = slice(rank * size, (rank + 1) * size)
-            places[theirs] = (*[slice(None)] * dim, own)
-        found = [self._files[theirs].read(theirs, place).bfloat16() for theirs, place in places.items()]
-        return torch.cat(found) if len(found) > 1 else found[0]
+            share = slice(rank * size, (rank + 1) * size)
+            parts[theirs] = (*[slice(None)] * dim, share)
+        tensors = [self._files[theirs].read(theirs, part).bfloat16() for theirs, part in parts.items()]
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
     def read_into(self, name: str, layer: int | None, target: torch.Tensor) -> None:
         """Fill a tensor of a model with experts: w1 [experts, hidden, 2 ffn], gate first; w2 [experts, ffn, hidden]."""
-        tensors = [self._files[each].read(each) for each in parts_of(self._family, self._config, name, layer)]
+        tensors = [self._files[theirs].read(theirs) for theirs in parts_of(self._family, self._config, name, layer)]
         if name == "w1" and self._family == "qwen3":
-            for own, gate, up in zip(target, tensors[::2], tensors[1::2], strict=True):
-                own.copy_(torch.cat((gate, up)).t())
+            for expert, gate, up in zip(target, tensors[::2], tensors[1::2], strict=True):
+                expert.copy_(torch.cat((gate, up)).t())
         elif name == "w2" and self._family == "qwen3":
-            for own, tensor in zip(target, tensors, strict=True):
-                own.copy_(tensor.t())
+            for expert, tensor in zip(target, tensors, strict=True):
+                expert.copy_(tensor.t())
         elif name in ("w1", "bias1"):
             target.copy_(torch.cat((tensors[0][..., ::2], tensors[0][..., 1::2]), -1))
         else:
@@ -102,21 +102,21 @@ def _of_layer(family, config) -> dict[str, dict[str, tuple[int, ...]]]:
     table: dict[str, dict[str, tuple[int, ...]]] = {
         "norm1": {"input_layernorm.weight": (c.hidden,)},
         "norm2": {"post_attention_layernorm.weight": (c.hidden,)},
-        "qkv": {f"self_attn.{each}_proj.weight": (rows, c.hidden) for each, rows in qkv},
+        "qkv": {f"self_attn.{name}_proj.weight": (rows, c.hidden) for name, rows in qkv},
         "proj": {"self_attn.o_proj.weight": (c.hidden, q)},
     }
     if family == "llama":
-        table["fc1"] = {f"mlp.{each}_proj.weight": (c.ffn, c.hidden) for each in ("gate", "up")}
+        table["fc1"] = {f"mlp.{name}_proj.weight": (c.ffn, c.hidden) for name in ("gate", "up")}
         table["fc2"] = {"mlp.down_proj.weight": (c.hidden, c.ffn)}
     elif family == "qwen3":
         experts = [f"mlp.experts.{expert}" for expert in range(c.experts)]
         table["q_norm"] = {"self_attn.q_norm.weight": (c.head_dim,)}
         table["k_norm"] = {"self_attn.k_norm.weight": (c.head_dim,)}
         table["router"] = {"mlp.gate.weight": (c.experts, c.hidden)}
-        table["w1"] = {f"{e}.{each}_proj.weight": (c.ffn, c.hidden) for e in experts for each in ("gate", "up")}
+        table["w1"] = {f"{e}.{name}_proj.weight": (c.ffn, c.hidden) for e in experts for name in ("gate", "up")}
         table["w2"] = {f"{e}.down_proj.weight": (c.hidden, c.ffn) for e in experts}
     else:
-        table["qkv_bias"] = {f"self_attn.{each}_proj.bias": (rows,) for each, rows in qkv}
+        table["qkv_bias"] = {f"self_attn.{name}_proj.bias": (rows,) for name, rows in qkv}
         table["proj_bias"] = {"self_attn.o_proj.bias": (c.hidden,)}
         table["sinks"] = {"self_attn.sinks": (c.heads,)}
         table["router"] = {"mlp.router.weight": (c.experts, c.hidden)}
@@ -177,16 +177,16 @@ def _read_json(path) -> dict:
 
 def _require_features(folder, described, family, rope):
     """Raise ValueError where config.json has a feature that the model here has not."""
-    found = described.get("rope_parameters") or described.get("rope_scaling") or {}
-    if not isinstance(found, dict):
+    described_rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    if not isinstance(described_rope, dict):
         raise ValueError(f"{FLAG} {folder}: config.json is damaged, its rope_parameters are no object")
     wanted = {
         "model_type": (described.get("model_type"), _MODEL_TYPES[family]),
         "quantization_config": (described.get("quantization_config"), None),
-        "rope_type": (found.get("rope_type", found.get("type", "default")), rope["rope_type"]),
+        "rope_type": (described_rope.get("rope_type", described_rope.get("type", "default")), rope["rope_type"]),
     }
     wanted |= {name: (described.get(name, value), value) for name, value in _BUILT[family].items()}
-    wanted |= {name: (found.get(name), value) for name, value in rope.items() if name != "rope_type"}
+    wanted |= {name: (described_rope.get(name), value) for name, value in rope.items() if name != "rope_type"}
     if family == "gpt_oss":
         kinds = described.get("layer_types") or []
         in_turns = isinstance(kinds, list) and all(kind == _LAYER_TYPES[i % 2] for i, kind in enumerate(kinds))
@@ -224,9 +224,9 @@ def _sizes(described, family):
 def _require_sizes(folder: Path, config, sizes: Callable[[], dict]) -> list[str]:
     """Check sizes against a config; return a note on layers left out."""
     try:
-        found = sizes()
-        layers = found.pop("layers")
-        differing = {name: value for name, value in found.items() if not math.isclose(value, getattr(config, name))}
+        values = sizes()
+        layers = values.pop("layers")
+        differing = {name: value for name, value in values.items() if not math.isclose(value, getattr(config, name))}
         if layers < config.layers:
             differing["layers"] = layers
     except KeyError as error:

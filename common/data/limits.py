@@ -33,21 +33,21 @@ def open_regular(path, flag: str, max_bytes: int = MAX_BYTES) -> Iterator[Binary
         # Asked before it is opened: opening alone can make a device do something.
         _require_regular(os.stat(path), path, flag)
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            _require_regular(found, path, flag)
-            if found.st_size > max_bytes:
+            status = os.fstat(file.fileno())
+            _require_regular(status, path, flag)
+            if status.st_size > max_bytes:
                 raise ValueError(
-                    f"{flag}: {printable(path)} has {found.st_size:,} bytes, at most {max_bytes:,} are read"
+                    f"{flag}: {printable(path)} has {status.st_size:,} bytes, at most {max_bytes:,} are read"
                 )
             yield file
     except OSError as error:
         raise ValueError(f"{flag}: cannot read {printable(path)} ({error.strerror})") from None
 
 
-def _require_regular(found, path, flag):
-    if stat.S_ISDIR(found.st_mode):
+def _require_regular(status, path, flag):
+    if stat.S_ISDIR(status.st_mode):
         raise ValueError(f"{flag}: cannot read {printable(path)} (Is a directory)")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{flag}: cannot read {printable(path)} (it is a pipe, a socket or a device)")
 
 

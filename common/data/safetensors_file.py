@@ -58,7 +58,7 @@ def open_file(path, flag: str) -> File:
     try:
         with safe_open(path, "np") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  # no dict
-            entries = {key: Entry(each.get_dtype(), tuple(each.get_shape())) for key, each in slices.items()}
+            entries = {key: Entry(tensor.get_dtype(), tuple(tensor.get_shape())) for key, tensor in slices.items()}
     except (SafetensorError, OSError) as error:
         raise _damaged(path, flag, error) from None
     return File(Path(path), entries, flag)

@@ -65,15 +65,15 @@ def _files(root):
 
     ValueError for more than MAX_FILES names of files and folders.
     """
-    found, num_names = [], 0
+    candidates, num_names = [], 0
     for folder, folders, names in os.walk(root):
         num_names += len(folders) + len(names)
         if num_names > MAX_FILES:
             raise ValueError(f"--data {root}: more than {MAX_FILES:,} files below this folder: {_ELSE}")
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder) / name for name in names if not name.startswith(".")]
+        candidates += [Path(folder) / name for name in names if not name.startswith(".")]
     # Unlike Path's, os.path's isfile is False for a link into a folder that is closed to us.
-    return sorted(filter(os.path.isfile, found), key=lambda path: path.relative_to(root).as_posix())
+    return sorted(filter(os.path.isfile, candidates), key=lambda path: path.relative_to(root).as_posix())
 
 
 def _joined(root, paths, end):

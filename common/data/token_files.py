@@ -100,11 +100,11 @@ def open_tokens(data) -> TokenFile:
 def python_corpus() -> TokenFile:
     """The source text of this Python's standard library, about 12 MB, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[Path] = []
+    candidates: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _NO_CORPUS and not name.startswith(".")]
-        found += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(".")]
-    paths = sorted(filter(os.path.isfile, found), key=lambda path: path.relative_to(root).as_posix())
+        candidates += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith(".")]
+    paths = sorted(filter(os.path.isfile, candidates), key=lambda path: path.relative_to(root).as_posix())
     text = b"".join(path.read_bytes() + _END_OF_DOCUMENT for path in paths)
     name = f"python-{platform.python_version()}-{hashlib.sha256(text).hexdigest()[:16]}"
     return TokenFile(np.frombuffer(text, dtype=np.uint8), name)

@@ -50,9 +50,9 @@ def _reduce_scattered(x, group):
     size = collectives.group_size(group)
     if x.shape[0] % size:
         raise ValueError(f"a tensor of shape {tuple(x.shape)} has no equal parts for {size} ranks: pad it")
-    own = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    collectives.reduce_scatter_sum_(own, x.contiguous(), group)
-    return own
+    part = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    collectives.reduce_scatter_sum_(part, x.contiguous(), group)
+    return part
 
 
 def reduce_from_region(x, group=""):

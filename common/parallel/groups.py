@@ -35,14 +35,14 @@ class Parallel:
     def ranks(self, world_size: int) -> "Ranks":
         """Sizes for a run of `world_size` processes. ValueError where it is no multiple of tp x pp x cp."""
         require_fields(self, ("tp", "pp", "cp"), lambda size: size >= 1, "a number from 1 up")
-        each = self.tp * self.pp * self.cp
-        if world_size % each:
+        ranks_per_copy = self.tp * self.pp * self.cp
+        if world_size % ranks_per_copy:
             given = [f"--{name} {getattr(self, name)}" for name in ("tp", "pp", "cp") if getattr(self, name) > 1]
             raise ValueError(
-                f"{' '.join(given)} need{'s' * (len(given) == 1)} a multiple of {each} ranks, this run has "
+                f"{' '.join(given)} need{'s' * (len(given) == 1)} a multiple of {ranks_per_copy} ranks, this run has "
                 f"{world_size}: change that or torchrun --nproc-per-node"
             )
-        return Ranks(world_size // each, self.tp, self.pp, self.cp)
+        return Ranks(world_size // ranks_per_copy, self.tp, self.pp, self.cp)
 
     def require_ranks(self, world_size: int) -> None:
         """ValueError where a run of `world_size` processes does not hold whole copies of the model."""
@@ -126,9 +126,9 @@ class Ranks:
 
         ValueError where `count` layers cannot be split evenly.
         """
-        each = require_divisible("--layers", count, "--pp x --chunks", self.pp * chunks)
-        starts = ((chunk * self.pp + stage) * each for chunk in range(chunks))
-        return [range(start, start + each) for start in starts]
+        size = require_divisible("--layers", count, "--pp x --chunks", self.pp * chunks)
+        starts = ((chunk * self.pp + stage) * size for chunk in range(chunks))
+        return [range(start, start + size) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ def make_groups(ranks: Ranks, device_type: str) -> Groups:
     if ranks.pp > 2:
         place = ranks.place(dist.get_rank())
         pairs = [[pipeline[0], pipeline[-1]] for pipeline in ranks.members("pp")]
-        made = dist.new_subgroups_by_enumeration(pairs)[0]
-        ends = made.group_name if place.stage in (0, ranks.pp - 1) else collectives.ALONE
+        group = dist.new_subgroups_by_enumeration(pairs)[0]
+        ends = group.group_name if place.stage in (0, ranks.pp - 1) else collectives.ALONE
     else:
         ends = over("pp")
     return Groups(

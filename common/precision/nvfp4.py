@@ -36,10 +36,10 @@ def require(device: torch.device, no_gemm: str = "") -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY:
         from common.precision.transformer_engine import usable_transformer_engine
 
-        available, said = usable_transformer_engine().is_nvfp4_available(return_reason=True)
+        available, te_reason = usable_transformer_engine().is_nvfp4_available(return_reason=True)
         if available and not no_gemm:
             return
-        reason = no_gemm if available else said
+        reason = no_gemm if available else te_reason
     raise Unsupported(f"--precision nvfp4: {reason}; nvfp4_emulated has its numbers")
 
 
@@ -108,10 +108,10 @@ def emulate(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` [..., n] rounded to NVFP4, in its own dtype (in bf16 the scaled value is rounded once more)."""
     out = torch.empty_like(tensor)
     amax = torch.linalg.vector_norm(tensor, math.inf).float()
-    rows, places = torch.atleast_2d(tensor), torch.atleast_2d(out)
+    rows, out_rows = torch.atleast_2d(tensor), torch.atleast_2d(out)
     num_rows = max(1, CHUNK * len(rows) // max(1, rows.numel()))
-    for part, place in zip(rows.split(num_rows), places.split(num_rows), strict=True):
-        place.copy_(quantize(part, amax).dequantize())
+    for part, out_part in zip(rows.split(num_rows), out_rows.split(num_rows), strict=True):
+        out_part.copy_(quantize(part, amax).dequantize())
     return out
 
 

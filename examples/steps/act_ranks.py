@@ -112,7 +112,7 @@ def build(device):
         end = torch.randint(chunk // 2, chunk + 1, (number, 1))
         actions, is_padding = torch.randn(number, chunk, 14), torch.arange(chunk) >= end
         given = (torch.rand(number, 3, height, width), torch.randn(number, 14), actions, is_padding)
-        return tuple(each.to(device) for each in given)
+        return tuple(tensor.to(device) for tensor in given)
 
     def step(batch):
         loss = model(*batch)

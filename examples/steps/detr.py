@@ -19,17 +19,17 @@ class Detector(nn.Module):
 
     def forward(self, images):
         memory = self.backbone(images).last_hidden_state
-        found = self.decoder(self.queries.expand(len(images), -1, -1), memory)
-        return self.classes(found), self.boxes(found).sigmoid()
+        decoded = self.decoder(self.queries.expand(len(images), -1, -1), memory)
+        return self.classes(decoded), self.boxes(decoded).sigmoid()
 
 
 def loss_of(logits, boxes, labels, targets):
     """The Hungarian matching runs on the host, as in DETR: no graph holds it."""
     total = 0.0
-    for scores, own, label, target in zip(logits, boxes, labels, targets, strict=True):
-        cost = torch.cdist(own, target, p=1) - scores.softmax(-1)[:, label]
+    for scores, predicted, label, target in zip(logits, boxes, labels, targets, strict=True):
+        cost = torch.cdist(predicted, target, p=1) - scores.softmax(-1)[:, label]
         rows, columns = linear_sum_assignment(cost.detach().cpu().numpy())
-        total = total + F.l1_loss(own[rows], target[columns]) + F.cross_entropy(scores[rows], label[columns])
+        total = total + F.l1_loss(predicted[rows], target[columns]) + F.cross_entropy(scores[rows], label[columns])
     return total / len(logits)
 
 

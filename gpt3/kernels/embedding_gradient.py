@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 
 ROWS, COLUMNS = 64, 64  # that a program sums for
 TOKENS, ALL_TOKENS = 64, 2048  # that it looks at in one go; that _look_for does
@@ -20,12 +20,12 @@ TOKENS, ALL_TOKENS = 64, 2048  # that it looks at in one go; that _look_for does
 def _look_for(is_named, named, n, ROWS: tl.constexpr, TOKENS: tl.constexpr):
     """is_named [blocks]: 1 where a token names one of a block's ROWS rows, else 0."""
     first = tl.program_id(0) * ROWS
-    found = tl.zeros((TOKENS,), tl.int32)
+    hits = tl.zeros((TOKENS,), tl.int32)
     for start in range(0, n, TOKENS):
         at = start + tl.arange(0, TOKENS)
         row = tl.load(named + at, mask=at < n, other=-1)
-        found |= ((row >= first) & (row < first + ROWS)).to(tl.int32)
-    tl.store(is_named + tl.program_id(0), tl.max(found, axis=0))
+        hits |= ((row >= first) & (row < first + ROWS)).to(tl.int32)
+    tl.store(is_named + tl.program_id(0), tl.max(hits, axis=0))
 
 
 @triton.jit
@@ -55,9 +55,9 @@ def _add_rows(
             values = tl.load(grad + at[:, None].to(tl.int64) * hidden + columns[None, :], mask=wanted, other=0.0)
             sums = tl.dot(names.to(values.dtype), values, sums)
             times += tl.sum(names.to(tl.int32), axis=1)
-    place = total + rows[:, None].to(tl.int64) * hidden + columns[None, :]
+    pointers = total + rows[:, None].to(tl.int64) * hidden + columns[None, :]
     wanted = (times > 0)[:, None] & (columns < hidden)[None, :]
-    tl.store(place, tl.load(place, mask=wanted, other=0.0) + sums, mask=wanted)
+    tl.store(pointers, tl.load(pointers, mask=wanted, other=0.0) + sums, mask=wanted)
 
 
 @lru_cache

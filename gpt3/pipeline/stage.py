@@ -16,8 +16,7 @@ its outputs are dropped, and their root mean squares are added to its loss, sinc
 
 from common.schedule import origin
 from gpt3.state import State
-from graph_worth.contract import variant
-from graph_worth.measuring.marks import mark, section
+from graph_worth import mark, section, variant
 from graph_worth.parallel import collectives
 
 

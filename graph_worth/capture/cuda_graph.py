@@ -104,7 +104,7 @@ class CudaPool(Pool):
         """The allocator's segments in which the graphs have their memory."""
         handles = {graph.graph.pool() for graph in self.graphs if graph.graph is not None}
         # torch 2.6 takes no mempool_id.
-        return [each for each in torch.cuda.memory.memory_snapshot() if each["segment_pool_id"] in handles]
+        return [segment for segment in torch.cuda.memory.memory_snapshot() if segment["segment_pool_id"] in handles]
 
     def release(self) -> None:
         """See `Pool`."""

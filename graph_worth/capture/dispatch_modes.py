@@ -13,13 +13,13 @@ def without_compiler(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
     and the mode's own code runs.
     """
     wrapped = mode.__torch_dispatch__
-    own = getattr(wrapped, "__wrapped__", wrapped)
+    unwrapped = getattr(wrapped, "__wrapped__", wrapped)
 
     def dispatch(self, func, types, args=(), kwargs=None):
         if "torch._dynamo" in sys.modules:
             mode.__torch_dispatch__ = wrapped  # type: ignore[method-assign]
             return wrapped(self, func, types, args, kwargs)
-        return own(self, func, types, args, kwargs)
+        return unwrapped(self, func, types, args, kwargs)
 
     mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
     return mode

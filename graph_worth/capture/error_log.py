@@ -43,13 +43,13 @@ def told(log: str) -> list[str]:
     """Return the first lines of a log, each as CALL in THREAD: MESSAGE."""
     main = threading.main_thread()
     # Some drivers write the system's number of a thread, others pthread's.
-    names = {key: each.name for each in threading.enumerate() for key in (each.native_id, each.ident)}
+    names = {key: thread.name for thread in threading.enumerate() for key in (thread.native_id, thread.ident)}
     names |= dict.fromkeys((main.native_id, main.ident), "the main thread")
-    found = []
+    lines = []
     for number, call, message in _LINE.findall(log):
         returned = _RETURNS.search(message)
         if returned:
             message, call = returned.groups()
-        thread = names.get(int(number), f"thread {number}, which is none of Python's")
-        found.append(f"{call} in {thread}: {message}" if call else f"{thread}: {message}")
-    return list(dict.fromkeys(found))[:MOST_LINES]
+        name = names.get(int(number), f"thread {number}, which is none of Python's")
+        lines.append(f"{call} in {name}: {message}" if call else f"{name}: {message}")
+    return list(dict.fromkeys(lines))[:MOST_LINES]

@@ -169,8 +169,8 @@ class HostPool:
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` as the pool itself refers to it: its memory counts as free once nobody else holds it."""
         address = tensor.untyped_storage()._cdata
-        place = View(address, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return self.owned[address].tensor(place)
+        view = View(address, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return self.owned[address].tensor(view)
 
     def poison_free(self) -> None:
         """Fill every storage of the graphs that nobody outside holds."""
@@ -189,7 +189,7 @@ class HostPool:
 
     def _forget(self, graph):
         self.graphs.remove(graph)
-        for other in self.graphs:
-            other._free_before = [storage for storage in other._free_before if storage.owner is not graph]
-            other._freed_after = [storage for storage in other._freed_after if storage.owner is not graph]
+        for kept_graph in self.graphs:
+            kept_graph._free_before = [storage for storage in kept_graph._free_before if storage.owner is not graph]
+            kept_graph._freed_after = [storage for storage in kept_graph._freed_after if storage.owner is not graph]
         self.owned = {address: storage for address, storage in self.owned.items() if storage.owner is not graph}

@@ -71,13 +71,6 @@ def copy_results(results, value) -> None:
             result.copy_(tensor)
 
 
-def _flattened(args, kwargs) -> tuple[list, TreeSpec | None]:
-    """Leaves and structure of a call's arguments. Most have no nests, and a tree of them would take as long again."""
-    if kwargs or any(isinstance(each, tuple | list | dict) for each in args):
-        return tree_flatten((args, kwargs))
-    return list(args), None
-
-
 class _FunctionMode(TorchFunctionMode):
     def __init__(self, see):
         super().__init__()
@@ -134,11 +127,11 @@ class Recorder:
 
     def _run(self, fn):
         global _recording
-        originals = [(place, name, vars(place).get(name)) for place, name, _ in rules.PATCHED]
+        originals = [(owner, name, vars(owner).get(name)) for owner, name, _ in rules.PATCHED]
         _recording = self
         try:
-            for place, name, reason in rules.PATCHED:
-                setattr(place, name, self._refusing(getattr(place, name), f"{place.__name__}.{name}", reason))
+            for owner, name, reason in rules.PATCHED:
+                setattr(owner, name, self._refusing(getattr(owner, name), f"{owner.__name__}.{name}", reason))
             with _FunctionMode(self.function), _DispatchMode(self.operator):
                 result = fn()
             self._check_random_states("the end of the capture")
@@ -148,11 +141,11 @@ class Recorder:
             raise self.error from error
         finally:
             _recording = None
-            for place, name, original in originals:
+            for owner, name, original in originals:
                 if original is None:
-                    delattr(place, name)
+                    delattr(owner, name)
                 else:
-                    setattr(place, name, original)
+                    setattr(owner, name, original)
         # Code that catches RuntimeError does not turn a broken capture into a good one.
         if self.error is not None:
             raise self.error
@@ -189,7 +182,9 @@ class Recorder:
         reason = None if number else rules.reason_against(func, args, kwargs)
         if reason:
             self.fail(func, reason, line)
-        leaves, structure = _flattened(args, kwargs)
+        # Most calls have no nests, and a tree of their arguments would take as long again.
+        has_nests = kwargs or any(isinstance(argument, tuple | list | dict) for argument in args)
+        leaves, structure = tree_flatten((args, kwargs)) if has_nests else (list(args), None)
         known = [generator._cdata for generator in self.generators]
         for leaf in leaves:
             if isinstance(leaf, torch.Generator) and leaf._cdata not in known:  # type: ignore[attr-defined]

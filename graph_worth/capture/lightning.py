@@ -123,7 +123,7 @@ class CUDAGraphCallback(Callback):
         """Copy the batch into the static inputs, which the first batch makes."""
         if self._inputs is None:
             tensors = batch.values() if isinstance(batch, dict) else [None]
-            if not all(isinstance(each, torch.Tensor) and each.device == self._device for each in tensors):
+            if not all(isinstance(tensor, torch.Tensor) and tensor.device == self._device for tensor in tensors):
                 raise ValueError(f"a graph reads tensors: let each batch be a dictionary of them, on {self._device}")
             self._inputs = StaticInputs({name: tensor.clone() for name, tensor in batch.items()})
             return

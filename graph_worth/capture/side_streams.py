@@ -28,12 +28,12 @@ class StreamWatch:
         if self._backend is None:
             return self
         self._main = self._backend.current_stream()
-        stream, event = self._backend.Stream, self._backend.Event
-        self._wrap(stream, "record_event", lambda result, own, event=None: self._note(event or result, own))
-        self._wrap(stream, "wait_event", lambda result, own, event: self._waited(own, event))
+        stream_type, event_type = self._backend.Stream, self._backend.Event
+        self._wrap(stream_type, "record_event", lambda result, stream, event=None: self._note(event or result, stream))
+        self._wrap(stream_type, "wait_event", lambda result, stream, event: self._waited(stream, event))
         now = self._backend.current_stream
-        self._wrap(event, "record", lambda result, own, stream=None: self._note(own, stream or now()))
-        self._wrap(event, "wait", lambda result, own, stream=None: self._waited(stream or now(), own))
+        self._wrap(event_type, "record", lambda result, event, stream=None: self._note(event, stream or now()))
+        self._wrap(event_type, "wait", lambda result, event, stream=None: self._waited(stream or now(), event))
         return self
 
     def __exit__(self, *_):
@@ -54,13 +54,13 @@ class StreamWatch:
     def unjoined(self) -> list:
         """Return (text, place) for each side stream that begins or ends apart from the step's own stream."""
         main = self._known.get(self._main, {})
-        found = []
+        faults = []
         for stream, place in self._places.items():
             if main.get(stream, 0) < self._known[stream][stream]:
-                found.append(("the step does not wait for this work on a side stream", place))
+                faults.append(("the step does not wait for this work on a side stream", place))
             elif stream in self._late:
-                found.append(("this work on a side stream does not wait for the step's stream", self._late[stream]))
-        return found
+                faults.append(("this work on a side stream does not wait for the step's stream", self._late[stream]))
+        return faults
 
     def _wrap(self, owner, name, after):
         original = getattr(owner, name)
@@ -80,5 +80,5 @@ class StreamWatch:
 
     def _waited(self, stream, event):
         known = self._known.setdefault(stream, {})
-        for other, count in self._events.get(id(event), {}).items():
-            known[other] = max(known.get(other, 0), count)
+        for source, count in self._events.get(id(event), {}).items():
+            known[source] = max(known.get(source, 0), count)

@@ -40,12 +40,12 @@ class DoubleBuffered:
         if self._device.type == "cpu":
             self._static.load(self._source.next())
             return
-        place = self._stage(0) if self._ahead is None else self._ahead
+        index = self._stage(0) if self._ahead is None else self._ahead
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._staged[place])
-        self._static.load(self._staging[place])
-        self._consumed[place].record(stream)
-        self._stage(1 - place)
+        stream.wait_event(self._staged[index])
+        self._static.load(self._staging[index])
+        self._consumed[index].record(stream)
+        self._stage(1 - index)
 
     def reset(self) -> None:
         """Begin at batch 0 again; what is staged is thrown away."""
@@ -58,17 +58,17 @@ class DoubleBuffered:
         for _ in range(count):
             self._source.next()
 
-    def _stage(self, place: int) -> int:
-        """Start copying the source's next batch to staging set `place`, once the device has read what is there.
+    def _stage(self, index: int) -> int:
+        """Start copying the source's next batch to staging set `index`, once the device has read what is there.
 
-        Returns `place`.
+        Returns `index`.
         """
         batch = self._source.next()
         self._static.check(batch)
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._consumed[place])
-            for name, staging in self._staging[place].items():
+            self._stream.wait_event(self._consumed[index])
+            for name, staging in self._staging[index].items():
                 staging.copy_(batch[name], non_blocking=True)
-            self._staged[place].record(self._stream)
-        self._ahead = place
-        return place
+            self._staged[index].record(self._stream)
+        self._ahead = index
+        return index

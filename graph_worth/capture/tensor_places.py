@@ -35,9 +35,9 @@ def fill_free(device: torch.device, value: int) -> None:
         return
     torch.cuda.synchronize(device)
     # Other pools are those of graphs.
-    place = (device.index, (0, 0))
+    pool = (device.index, (0, 0))
     segments = torch.cuda.memory.memory_snapshot()
-    fill_inactive([part for part in segments if (part["device"], part["segment_pool_id"]) == place], value, device)
+    fill_inactive([part for part in segments if (part["device"], part["segment_pool_id"]) == pool], value, device)
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -78,12 +78,7 @@ class Place:
 
 def describe(tensor: torch.Tensor) -> dict[str, Any]:
     """Return what makes a strided tensor besides its memory: size, stride, dtype and device."""
-    return {
-        "size": tuple(tensor.shape),
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-    }
+    return {"size": tuple(tensor.shape), "stride": tensor.stride(), "dtype": tensor.dtype, "device": tensor.device}
 
 
 def find(address: int, allocations: Sequence[tuple]) -> int:

@@ -108,8 +108,8 @@ def _direct(compiled, num_given, fixed):
     except (AttributeError, TypeError, ValueError):
         return None
     as_tuple = order[-1] == arguments  # since 3.7
-    own, rest = (order[:-1], order[-1]) if as_tuple else (order[: -len(arguments)], order[-len(arguments) :])
-    start, between = own[:4], own[4:]
+    leading, rest = (order[:-1], order[-1]) if as_tuple else (order[: -len(arguments)], order[-len(arguments) :])
+    start, between = leading[:4], leading[4:]
     # A placeholder anywhere else would be launched as what it is.
     if start != (*grid, stream) or rest != arguments or any(value in (*grid, stream, *given) for value in between):
         return None

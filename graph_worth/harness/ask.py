@@ -1,5 +1,6 @@
 """A checked command line of `make bench`, and the machine that it meets: models, builds, variants, environment."""
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -7,14 +8,15 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from graph_worth.config import flag_of
+from graph_worth.config import checked, flag_of
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import script
 from graph_worth.harness.builds.request import BuildRequest
-from graph_worth.harness.command import RUNS, Mistake, words_of
+from graph_worth.harness.command import RUNS, Mistake, amount, count, positive, words_of
 from graph_worth.harness.files import facts
 from graph_worth.harness.processes import launch
 from graph_worth.harness.processes.gpus import Gpus
+from graph_worth.harness.processes.launch import PORT
 
 RESULTS = ROOT / "results"
 CONTROL = script.CONTROL
@@ -25,10 +27,27 @@ ALWAYS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # variable; GOMP_SPINCOUNT (libgomp, in PyTorch's wheels) and KMP_BLOCKTIME (LLVM's and Intel's) say the same.
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
+_cycles = checked(
+    lambda text: text if text == "auto" else int(text),
+    lambda number: number == "auto" or 1 <= number <= 1000,
+    "a number of cycles from 1 to 1000, or auto",
+)
+_label = checked(
+    str,
+    lambda text: re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,47}", text),
+    "a word of letters, digits, '.', '_' and '-', at most 48",
+)
+
+
+def _flag(default, help, metavar=None, type=None, also=""):
+    """A field with a flag. `also`: programs that take it, too, and header: a begun run goes on with the same value."""
+    words = {"metavar": metavar, "type": type, "default": default} if metavar else {"action": "store_true"}
+    return field(default=default, metadata={"also": f"run {also}".split(), "words": {"help": help} | words})
+
 
 @dataclass(kw_only=True)
 class Options:
-    """Options of a measurement, as `python -m benchmarks.run --help` explains them.
+    """Options of a measurement. Each `_flag` is a flag of benchmarks.run.
 
     Attributes:
         model: a name, some with commas, or all.
@@ -38,25 +57,53 @@ class Options:
     """
 
     model: str
-    preset: str | None = None
-    variants: str | None = None
-    no_control: bool = False
-    no_audit: bool = False
-    cycles: int | str | None = None
-    minutes: float | None = None
-    ngpu: int = 1
-    host_load: int = 0
-    out: str | None = None
-    label: str | None = None
-    share_memory: bool = False
-    limit_s: float = 600.0
-    nnodes: int = 1
-    launch: str | None = None
-    rendezvous: str | None = None
-    python: str | None = None
+    preset: str | None = _flag(None, "bench where a GPU is found, else tiny", "NAME")
+    variants: str | None = _flag(
+        None, "the headline variants unless told; all, or some names", "A,B", also="measure submit"
+    )
+    no_control: bool = _flag(False, "without the base once more as if it were a variant")
+    no_audit: bool = _flag(False, "without blocks that eager repeats in a process of its own")
+    cycles: int | str | None = _flag(
+        None, "cycles (8; tiny: 3), or auto: until +-0.5 %%, at least 8", "N", _cycles, also="measure submit"
+    )
+    minutes: float | None = _flag(
+        None, "go on with cycles until then; with auto: no longer (10)", "M", amount, also="measure submit"
+    )
+    ngpu: int = _flag(1, "GPUs, or ranks on the CPU (1)", "N", positive, also="measure")
+    host_load: int = _flag(0, "busy processes in every second cycle (0)", "N", count, also="measure submit header")
+    out: str | None = _flag(
+        None, "root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)", "DIR", also="measure"
+    )
+    label: str | None = _flag(None, "ends the folder's name (made of flags after --)", "WORD", _label)
+    share_memory: bool = _flag(False, "eager steps in the graphs' memory, as where both do not fit", also="header")
+    limit_s: float = _flag(600.0, "a worker that is silent for so long hangs (600)", "S", amount)
+    nnodes: int = _flag(1, "nodes, --ngpu ranks on each (1)", "N", positive)
+    launch: str | None = _flag(
+        None, "starts what follows it on every node; see graph_worth/harness/processes/launch.py", "COMMAND"
+    )
+    rendezvous: str | None = _flag(None, f"node 0, for the others (this host:{PORT})", "HOST:PORT")
+    python: str | None = _flag(None, "interpreter of the training script (this one)", "PATH")
     flags: list[str] = field(default_factory=list)
     is_census: bool = False
     end_s: float | None = None
+
+
+def flags_for(use: str) -> dict[str, dict]:
+    """Return words for argparse by the name of each flag for a use: run (all), measure, submit or header."""
+    declared = [field for field in dataclasses.fields(Options) if use in field.metadata.get("also", ())]
+    return {field.name: field.metadata["words"] for field in declared}
+
+
+def add_flags(parser, use: str, **helps) -> None:
+    """Add the flags for a use to a parser; `helps`: texts that differ from run's."""
+    for name, words in flags_for(use).items():
+        parser.add_argument(flag_of(name), **words | ({"help": helps[name]} if name in helps else {}))
+
+
+def values_for(kind: type, source) -> dict:
+    """Return the values of a source for the fields of a dataclass, where it has them by the same name."""
+    names = [declared.name for declared in dataclasses.fields(kind)]
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
 
 @dataclass(kw_only=True)
@@ -113,7 +160,7 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
         raise Mistake(f"--out {args.out}: results/ grows by make publish RUN=... alone; take another folder")
     number = f"--nnodes {args.nnodes} x --ngpu {args.ngpu} (NGPU)"
     script.require_world_size(description, preset, started.world_size, number)
-    asked = Ask(
+    request = Ask(
         model=model,
         preset=preset,
         flags=args.flags,
@@ -137,37 +184,37 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
         if name in unchanged:
             continue
         names = {name} if name else {name, *unchanged}
-        own = [each for each in chosen if names & set(_builds_of(each, description))]
-        kinds = {description["kinds"][each] for each in own}
-        is_new = not {each for build in asked.builds for each in build.variants} >= set(own)
+        variants = [variant for variant in chosen if names & set(_builds_of(variant, description))]
+        kinds = {description["kinds"][variant] for variant in variants}
+        is_new = not {variant for build in request.builds for variant in build.variants} >= set(variants)
         # Eagers of a build alone say nothing that another build has not said.
         is_undone = {text.split("=")[0] for text in args.flags} & set(map(flag_of, fields))
         if "eager" in kinds and (is_new or kinds != {"eager"}) and not is_undone:
-            asked.builds.append(_build(asked, name, fields, own, has_control=not args.no_control))
-    if not asked.builds:
+            request.builds.append(_build(request, name, fields, variants, has_control=not args.no_control))
+    if not request.builds:
         raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")
-    return asked
+    return request
 
 
 def _asked(name, flags, config) -> str:
     """The value of a field that preset and command line give, as text."""
     value, flag = config.get(name), flag_of(name)
     for text, following in itertools.zip_longest(flags, flags[1:]):
-        word, has_value, own = text.partition("=")
+        word, has_value, inline = text.partition("=")
         if word == flag:
-            value = own if has_value else following
+            value = inline if has_value else following
     return str(value)
 
 
-def chosen_variants(asked: str | None, description: dict) -> list[str]:
+def chosen_variants(text: str | None, description: dict) -> list[str]:
     """Return names in the model's order, eager first: the headline ones, those that are asked for, or all."""
     known, formerly = description["variants"], description["formerly"]
-    if asked is None:
+    if text is None:
         names = description["headline"] or list(known)
-    elif asked.strip().lower() == "all":
+    elif text.strip().lower() == "all":
         names = list(known)
     else:
-        names = words_of(asked)
+        names = words_of(text)
         renamed = [f"{name!r} is now {formerly[name]!r}" for name in names if name in formerly]
         if renamed:
             raise Mistake(f"variant {', '.join(renamed)}")
@@ -177,7 +224,7 @@ def chosen_variants(asked: str | None, description: dict) -> list[str]:
     wanted = {"eager", *names, *(description["reference"].get(name, "eager") for name in names)}
     # Each build needs an eager variant of its own.
     for build in {build for name in names for build in _builds_of(name, description)}:
-        eagers = [each for each in script.eagers_of(description) if build in _builds_of(each, description)]
+        eagers = [eager for eager in script.eagers_of(description) if build in _builds_of(eager, description)]
         wanted |= set(eagers[:1])
     return [name for name in known if name in wanted]
 
@@ -186,11 +233,11 @@ def _builds_of(variant, description):
     return description["variant_builds"][variant]
 
 
-def _build(asked, name, fields, own, has_control) -> BuildRequest:
-    description, on_gpu = asked.description, bool(asked.gpus.names)
+def _build(request, name, fields, variants, has_control) -> BuildRequest:
+    description, on_gpu = request.description, bool(request.gpus.names)
     options = [text for key, value in fields.items() for text in (flag_of(key), str(value))]
-    script_words = [*script.words_of(asked.model), "--preset", asked.preset]
-    declared = {variant: _declared(variant, own, description) for variant in own}
+    script_words = [*script.words_of(request.model), "--preset", request.preset]
+    declared = {variant: _declared(variant, variants, description) for variant in variants}
     if has_control:
         declared[CONTROL] = {
             "kind": "eager",
@@ -199,33 +246,33 @@ def _build(asked, name, fields, own, has_control) -> BuildRequest:
             "headline": False,
             **{"parity": None, "tolerance": None, "traits": {}},
         }
-    environment = _environment(asked.root, on_gpu)
-    if not on_gpu and asked.model != OWN_STEP:
+    environment = _environment(request.root, on_gpu)
+    if not on_gpu and request.model != OWN_STEP:
         # Toy sizes gain nothing from a second thread, and wait for it where other programs have the core.
         environment.setdefault("OMP_NUM_THREADS", "1")
     parity = description.get("parity_variables") if on_gpu else None
-    layers = _asked("layers", [*asked.flags, *options], description["presets"][asked.preset])
+    layers = _asked("layers", [*request.flags, *options], description["presets"][request.preset])
     return BuildRequest(
         name=name,
         fields=fields,
         variants=declared,
-        command=lambda variant: asked.launch.command([*script_words, "--variant", variant, *asked.flags, *options]),
+        command=lambda variant: request.launch.command([*script_words, "--variant", variant, *request.flags, *options]),
         environment=environment,
         parity_environment=environment | parity if parity else None,
-        eagers=[each for each in own if each in script.eagers_of(description)],
+        eagers=[variant for variant in variants if variant in script.eagers_of(description)],
         asked_layers=int(layers) if layers.isdecimal() else None,
-        ranks=asked.ranks,
+        ranks=request.ranks,
     )
 
 
-def _declared(variant, own, description) -> dict:
-    """The declaration of a variant, as the run file needs it. `own`: all variants of the build."""
+def _declared(variant, variants, description) -> dict:
+    """The declaration of a variant, as the run file needs it. `variants`: all variants of the build."""
     tolerance = description["tolerance"].get(variant)
     reference = description["reference"].get(variant, "eager")
     return {
         "kind": description["kinds"][variant],
         "help": description["variants"][variant],
-        "reference": reference if reference in own else own[0],
+        "reference": reference if reference in variants else variants[0],
         "parity": "bitwise" if variant in description["bitwise"] else tolerance,
         "tolerance": tolerance,
         "headline": variant in description["headline"],

@@ -107,8 +107,8 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
 
 
 def _anchor_of(build: Build) -> Variant | None:
-    own = build.variants.get(build.anchor)
-    return own if own is not None and own.blocks else None
+    anchor = build.variants.get(build.anchor)
+    return anchor if anchor is not None and anchor.blocks else None
 
 
 def _quiet(variant: Variant) -> list[Block]:
@@ -116,17 +116,17 @@ def _quiet(variant: Variant) -> list[Block]:
 
 
 def _promise_fault(variant: Variant) -> Found | None:
-    own = variant.capture
-    is_graph, replays = variant.kind == "graph" and own.promised_graphs != 0, own.promised_replays
-    if own.promised_graphs is not None and own.graphs != own.promised_graphs:
-        return Found(Fault.GRAPHS, f"{own.graphs} graphs made, {own.promised_graphs} promised")
-    if is_graph and not own.graphs:
+    capture = variant.capture
+    is_graph, replays = variant.kind == "graph" and capture.promised_graphs != 0, capture.promised_replays
+    if capture.promised_graphs is not None and capture.graphs != capture.promised_graphs:
+        return Found(Fault.GRAPHS, f"{capture.graphs} graphs made, {capture.promised_graphs} promised")
+    if is_graph and not capture.graphs:
         return Found(Fault.GRAPHS, "no graph made by a variant that promised some")
     for block in variant.blocks:
         wanted = block.expected_replays if replays is None else replays * block.steps
         if block.replays != wanted:
-            said = f"{block.replays} replays in {block.steps} steps of cycle {block.cycle}, {wanted} promised"
-            return Found(Fault.REPLAYS, said)
+            reason = f"{block.replays} replays in {block.steps} steps of cycle {block.cycle}, {wanted} promised"
+            return Found(Fault.REPLAYS, reason)
         if is_graph and not block.replays:
             return Found(Fault.REPLAYS, f"no replay in cycle {block.cycle}")
     return None
@@ -141,8 +141,8 @@ def _share_fault(variant, device) -> Found | None:
         return Found(Fault.GRAPH_SHARE, f"graphs launch {100 * share:.1f} % of the {launched} of an eager variant")
     if variant.kind == "graph" and (share < least or not share) and variant.capture.promised_graphs != 0:
         wanted = f"at least {100 * least:g} %" if least else "some"
-        said = f"graphs launch {100 * share:.1f} % of the {launched}, {wanted} are expected"
-        return Found(Fault.GRAPH_SHARE, said)
+        reason = f"graphs launch {100 * share:.1f} % of the {launched}, {wanted} are expected"
+        return Found(Fault.GRAPH_SHARE, reason)
     return None
 
 
@@ -158,8 +158,8 @@ def _clock_fault(variant, ranks) -> Found | None:
     if block is None:
         return None
     own_s = block.mean_ms * block.steps / 1e3
-    said = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw {block.parent_s:.3f} s"
-    return Found(Fault.CLOCK, f"{said}, and another clock of its own {block.worker_s:.3f} s")
+    reason = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw {block.parent_s:.3f} s"
+    return Found(Fault.CLOCK, f"{reason}, and another clock of its own {block.worker_s:.3f} s")
 
 
 def _is_other_time(block, ranks) -> bool:
@@ -183,9 +183,9 @@ def _outside_fault(variant, base) -> Found | None:
     slightly = [s > max(OUTSIDE_SHARE_OF_MOST * block.parent_s, OUTSIDE_SLACK_S) for s, block in extra]
     if not any(over) and 2 * sum(slightly) <= len(extra):
         return None
-    s, block = max(extra, key=lambda each: each[0])
-    said = f"{s:.2f} s of work outside of the {block.parent_s:.2f} s of its timed steps in cycle {block.cycle}"
-    return Found(Fault.OUTSIDE, said)
+    s, block = max(extra, key=lambda pair: pair[0])
+    reason = f"{s:.2f} s of work outside of the {block.parent_s:.2f} s of its timed steps in cycle {block.cycle}"
+    return Found(Fault.OUTSIDE, reason)
 
 
 def _outside_s(block: Block, factor: float) -> float | None:
@@ -219,8 +219,8 @@ def _growth_fault(build, name, device) -> Found | None:
     begin = 0 if device == "cuda" else 1
     grown = sum(block.growth_bytes or 0 for block in variant.blocks if block.cycle >= begin)
     if grown <= bound:
-        total, own = growth_over_cycles(build, begin=begin), growth_over_cycles(build, name, begin)
-        grown = own if total > bound else 0
+        total, variant_growth = growth_over_cycles(build, begin=begin), growth_over_cycles(build, name, begin)
+        grown = variant_growth if total > bound else 0
     if grown <= bound:
         return None
     since = "first" if begin == 0 else "second"
@@ -233,14 +233,16 @@ def growth_over_cycles(build: Build, name: str = "", begin: int = 0) -> int:
     `name`: the growth from the begin of this variant's blocks to the begin of the next block; "" for all. Only blocks
     of one process that tell their memory count.
     """
-    placed = [(block.cycle, block.place, each, block) for each, own in build.variants.items() for block in own.blocks]
+    items = build.variants.items()
+    placed = [(block.cycle, block.place, owner, block) for owner, variant in items for block in variant.blocks]
     placed.sort(key=lambda item: item[:2])
     last = max((cycle for cycle, *_ in placed), default=0)
     total = 0
-    for (cycle, _, each, block), (after, place, _, following) in itertools.pairwise(placed):
+    for (cycle, _, owner, block), (after, place, _, following) in itertools.pairwise(placed):
         is_counted = begin <= cycle < last and (after < last or place == 0) and block.process == following.process
-        if is_counted and name in ("", each) and block.held_bytes is not None and following.held_bytes is not None:
-            total += following.held_bytes - block.held_bytes
+        before, now = block.held_bytes, following.held_bytes
+        if is_counted and name in ("", owner) and before is not None and now is not None:
+            total += now - before
     return total
 
 
@@ -250,7 +252,7 @@ def _thread_fault(variant, base, device) -> Found | None:
     usual: dict[int, int] = {}
     for block in base.blocks:
         usual[block.cycle] = max(usual.get(block.cycle, 0), block.threads)
-    extra = [own.threads - usual[own.cycle] for own in variant.blocks if own.cycle in usual]
+    extra = [block.threads - usual[block.cycle] for block in variant.blocks if block.cycle in usual]
     # On a CPU another program may have taken the core in a block or two.
     least = 1 if device == "cuda" else max(LEAST_CPU_BLOCKS, math.ceil(CPU_SHARE * len(extra)))
     if sum(number >= 1 for number in extra) < least:
@@ -267,41 +269,42 @@ def _training_fault(variant, reference, build, run) -> Found | None:
     least, control = LEAST_LOSS_DEVIATION[run.device], build.variants.get(run.control)
     scatter = min(scatter_of_losses(_anchor_of(build) or reference, control), LARGEST_OF_ONE_BLOCK)
     bound = max(SCATTER_FACTOR * scatter, variant.tolerance or 0.0, least)
-    others: dict[int, Block] = {}
+    reference_blocks: dict[int, Block] = {}
     for block in reference.blocks:
-        others.setdefault(block.cycle, block)
+        reference_blocks.setdefault(block.cycle, block)
     deviations, pairs = [], []
     # Where the base's own blocks part, a single one of the variant may, too, and the median counts.
     of_one_block = max(bound, LARGEST_OF_ONE_BLOCK) if scatter > least else bound
-    for own in variant.blocks:
-        other = others.get(own.cycle)
-        if other is None or not (own.reset and other.reset):
+    for block in variant.blocks:
+        reference_block = reference_blocks.get(block.cycle)
+        if reference_block is None or not (block.reset and reference_block.reset):
             continue
-        deviation = loss_deviation(own.losses, other.losses)
+        deviation = loss_deviation(block.losses, reference_block.losses)
         if deviation is None:
-            return Found(Fault.LOSSES, f"its losses in cycle {own.cycle} are not those of as many steps")
+            return Found(Fault.LOSSES, f"its losses in cycle {block.cycle} are not those of as many steps")
         if deviation > of_one_block:
-            said = f"its losses in cycle {own.cycle} differ from the reference's by {deviation:.1e}"
-            cycle = own.cycle if deviation <= LARGEST_OF_ONE_BLOCK else None
-            return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}", cycle)
+            reason = f"its losses in cycle {block.cycle} differ from the reference's by {deviation:.1e}"
+            cycle = block.cycle if deviation <= LARGEST_OF_ONE_BLOCK else None
+            return Found(Fault.LOSSES, f"{reason}, two eager blocks by {scatter:.1e}", cycle)
         deviations.append(deviation)
-        pairs.append((own, other))
-        found = _other_movement(own, other, Fault.MOVEMENT, f"a block of cycle {own.cycle} moved", MOVED_TOLERANCE)
-        if found:
-            return found
+        pairs.append((block, reference_block))
+        where = f"a block of cycle {block.cycle} moved"
+        fault = _other_movement(block, reference_block, Fault.MOVEMENT, where, MOVED_TOLERANCE)
+        if fault:
+            return fault
     still = _still_tensors(pairs)
     if still:
-        said = f"{still} watched tensors of the training state never moved in its blocks, in the reference's always"
-        return Found(Fault.MOVEMENT, said)
+        reason = f"{still} watched tensors of the training state never moved in its blocks, in the reference's always"
+        return Found(Fault.MOVEMENT, reason)
     middle = plain.median(deviations) if deviations else 0.0
     if middle > bound:
-        said = f"its losses differ from the reference's by {middle:.1e} in most cycles"
-        return Found(Fault.LOSSES, f"{said}, two eager blocks by {scatter:.1e}", variant.blocks[-1].cycle)
+        reason = f"its losses differ from the reference's by {middle:.1e} in most cycles"
+        return Found(Fault.LOSSES, f"{reason}, two eager blocks by {scatter:.1e}", variant.blocks[-1].cycle)
     return None
 
 
-def _other_movement(own: Block | Trained, other: Block | Trained, fault, where, tolerance) -> Found | None:
-    moved = [(a, b) for a, b in zip(own.moved, other.moved, strict=False) if b]
+def _other_movement(block: Block | Trained, reference_block: Block | Trained, fault, where, tolerance) -> Found | None:
+    moved = [(a, b) for a, b in zip(block.moved, reference_block.moved, strict=False) if b]
     if any(a is None for a, _ in moved):
         return Found(fault, f"{where} the training state to values that are not finite")
     ratio = plain.median(a / b for a, b in moved if a is not None) if moved else 1.0
@@ -313,13 +316,14 @@ def _other_movement(own: Block | Trained, other: Block | Trained, fault, where, 
 def _audit_fault(variant, reference, base) -> Found | None:
     """Another training than the reference's in a process of its own, from a state that a secret draw has scaled."""
     where = "from a state that a secret draw had scaled"
-    for each in variant.audits:
-        if each.raised and _is_finite(each.repetition) and variant is not base:
-            return Found(Fault.AUDIT, f"{where} it raised {each.raised[:200]}, where eager trained")
+    for audit in variant.audits:
+        if audit.raised and _is_finite(audit.repetition) and variant is not base:
+            return Found(Fault.AUDIT, f"{where} it raised {audit.raised[:200]}, where eager trained")
     pairs = _repeated(variant)
     if not pairs:
         return None
-    scatters = [scatter_of_losses(base), *(_difference(*each) for own in (base, reference) for each in _repeated(own))]
+    scatters = [scatter_of_losses(base)]
+    scatters += [_difference(*pair) for baseline in (base, reference) for pair in _repeated(baseline)]
     scatter = min(max(scatters), AUDIT_TOLERANCE_OF_BASE)
     allowed = max(AUDIT_TOLERANCE, variant.tolerance or 0.0, SCATTER_FACTOR * scatter)
     # Kernels whose bits differ once in a few hundred calls let one audit part from the others.
@@ -327,35 +331,36 @@ def _audit_fault(variant, reference, base) -> Found | None:
     is_eager = variant is base or variant is reference
     if is_eager:
         allowed, of_one = AUDIT_TOLERANCE_OF_BASE, math.inf
-    differences = [_difference(*each) for each in pairs]
+    differences = [_difference(*pair) for pair in pairs]
     if min(differences) > allowed or max(differences) > of_one:
-        said = f"its losses differ by {max(differences):.1e} from those of eager in a process of its own"
-        return Found(Fault.AUDIT, f"{said}, {where}")
+        reason = f"its losses differ by {max(differences):.1e} from those of eager in a process of its own"
+        return Found(Fault.AUDIT, f"{reason}, {where}")
     if is_eager:
         return None
-    found = [_other_movement(*each, Fault.AUDIT, f"{where} it moved", AUDIT_MOVED_TOLERANCE) for each in pairs]
-    return found[0] if all(found) else None
+    faults = [_other_movement(*pair, Fault.AUDIT, f"{where} it moved", AUDIT_MOVED_TOLERANCE) for pair in pairs]
+    return faults[0] if all(faults) else None
 
 
 def _repeated(variant: Variant) -> list[tuple[Trained, Trained]]:
     """(the variant's block, its repetition) of the audits that were repeated to their end."""
-    pairs = [(each.own, each.repetition) for each in variant.audits]
-    return [(own, other) for own, other in pairs if own is not None and other is not None and _is_finite(other)]
+    audits = [audit for audit in variant.audits if _is_finite(audit.repetition)]
+    return [(audit.own, audit.repetition) for audit in audits if audit.own and audit.repetition]
 
 
 def _is_finite(trained: Trained | None) -> bool:
     return trained is not None and None not in (*trained.losses, *trained.moved)
 
 
-def _difference(own: Trained, other: Trained) -> float:
+def _difference(first: Trained, second: Trained) -> float:
     """The largest relative difference of their losses; infinite where one of them is not finite."""
-    difference = loss_deviation(own.losses, other.losses)
+    difference = loss_deviation(first.losses, second.losses)
     return math.inf if difference is None else difference
 
 
 def _audit_time_fault(variant, base, device) -> Found | None:
     """Audits that all take longer than most blocks of the cycles, where an earlier variant had made the same steps."""
-    own_ms, base_ms = ([each.own.mean_ms for each in own.audits if each.own is not None] for own in (variant, base))
+    own_ms = [audit.own.mean_ms for audit in variant.audits if audit.own is not None]
+    base_ms = [audit.own.mean_ms for audit in base.audits if audit.own is not None]
     blocks, others = _quiet(variant), _quiet(base)
     # Steps that run again depend on the state.
     is_compared = all((own_ms, base_ms, blocks, others)) and not any(block.reruns for block in variant.blocks)
@@ -365,8 +370,9 @@ def _audit_time_fault(variant, base, device) -> Found | None:
     wander = max(1.0, max(base_ms) / _upper_quartile([block.mean_ms for block in others]))
     if min(own_ms) <= AUDIT_SLOWER * wander * slow_ms:
         return None
-    said = "where a secret draw had scaled the state its fastest block took"
-    return Found(Fault.AUDIT_TIME, f"{said} {digits(min(own_ms))} ms a step, most others at most {digits(slow_ms)} ms")
+    reason = "where a secret draw had scaled the state its fastest block took"
+    reason += f" {digits(min(own_ms))} ms a step, most others at most {digits(slow_ms)} ms"
+    return Found(Fault.AUDIT_TIME, reason)
 
 
 def _upper_quartile(values: Sequence[float]) -> float:
@@ -378,7 +384,8 @@ def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:
 
     A single block says nothing: in bfloat16 a small tensor may stay where it is.
     """
-    tensors = zip(*([*zip(own.moved, other.moved, strict=False)] for own, other in pairs), strict=False)
+    movements = ([*zip(block.moved, reference_block.moved, strict=False)] for block, reference_block in pairs)
+    tensors = zip(*movements, strict=False)
     return sum(all(b and a == 0 for a, b in tensor) for tensor in tensors) if pairs else 0
 
 
@@ -390,5 +397,5 @@ def scatter_of_losses(reference: Variant, control: Variant | None = None) -> flo
     firsts: dict[int, Block | Again] = {}
     blocks: list[Block | Again] = [block for block in reference.blocks if block.reset]
     blocks += [*reference.again, *(block for block in (control.blocks if control else []) if block.reset)]
-    deviations = [loss_deviation(each.losses, firsts.setdefault(each.first, each).losses) for each in blocks]
-    return max((each for each in deviations if each is not None), default=0.0)
+    deviations = [loss_deviation(block.losses, firsts.setdefault(block.first, block).losses) for block in blocks]
+    return max((deviation for deviation in deviations if deviation is not None), default=0.0)

@@ -94,21 +94,21 @@ def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stoppe
     except OSError as error:
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EIO):
             raise
-        said, status = f"{error.filename or 'what is printed'}: {error.strerror}", 2
+        message, status = f"{error.filename or 'what is printed'}: {error.strerror}", 2
     except Mistake as mistake:
-        said, status = str(mistake), 2
+        message, status = str(mistake), 2
     except failures as failure:
-        said, status = str(failure), 1
+        message, status = str(failure), 1
     except RuntimeError as error:
         # pathlib's, of a path that is resolved; from Python 3.13 on it is an OSError.
         if "Symlink loop" not in str(error):
             raise
-        said, status = str(error), 2
+        message, status = str(error), 2
     except KeyboardInterrupt:
         if stopped:
             print(stopped, file=sys.stderr)
         return 130
     finally:
         end_at_once()
-    print(f"{prog}: {printable(said)}", file=sys.stderr)
+    print(f"{prog}: {printable(message)}", file=sys.stderr)
     return status

@@ -58,22 +58,22 @@ def measured(python: str, num_busy: int) -> dict:
             except (ValueError, BrokenPipeError):
                 raise Failed("the process that measures has ended") from None
 
-        found, quiet = ask(""), ask(f"{SECONDS}\n")
+        host, quiet = ask(""), ask(f"{SECONDS}\n")
         with busy_processes(num_busy):
-            return {"host": found, "busy_processes": num_busy, "quiet": quiet, "busy": ask(f"{SECONDS}\n")}
+            return {"host": host, "busy_processes": num_busy, "quiet": quiet, "busy": ask(f"{SECONDS}\n")}
 
 
-def table(found: dict) -> str:
+def table(measurement: dict) -> str:
     """Return the lines for a screen."""
-    host, beside = found["host"], f"beside {found['busy_processes']} busy processes"
+    host, beside = measurement["host"], f"beside {measurement['busy_processes']} busy processes"
     gpus = ", ".join(gpu["name"] for gpu in host["gpus"]) or "no GPU, so there is no graph to launch"
     lines = [f"{host['cpu']}, {gpus}, torch {host['versions']['torch']}"]
     lines += [
         f"{'':30}{'quiet':>20}  {beside:>32}",
         f"{'us of a call':30}{'p50':>10}{'p99':>10}  {'p50':>16}{'p99':>16}",
     ]
-    for name, quiet in found["quiet"].items():
-        busy = found["busy"][name]
+    for name, quiet in measurement["quiet"].items():
+        busy = measurement["busy"][name]
         times = f"{quiet['p50_us']:10.1f}{quiet['p99_us']:10.1f}  {busy['p50_us']:16.1f}{busy['p99_us']:16.1f}"
         lines.append(f"{TITLES[name]:30}{times}")
     return "\n".join(lines)
@@ -86,8 +86,8 @@ def work(args: argparse.Namespace) -> int:
         raise Mistake(f"--python {args.python}: no such command")
     python = os.path.abspath(python)
     require_torch(python, args.python is not None)
-    found = measured(python, args.host_load or len(os.sched_getaffinity(0)))
-    print(json.dumps(found) if args.json else table(found))
+    measurement = measured(python, args.host_load or len(os.sched_getaffinity(0)))
+    print(json.dumps(measurement) if args.json else table(measurement))
     return 0
 
 

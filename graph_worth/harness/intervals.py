@@ -88,7 +88,7 @@ def enough(ratios: Sequence[Ratio]) -> bool:
 
     The rule looks at widths only, never at the ratios, so a run does not end because its result pleases.
     """
-    return len(ratios) > 0 and all(own.cycles >= LEAST_CYCLES and own.half_width <= SAME for own in ratios)
+    return len(ratios) > 0 and all(ratio.cycles >= LEAST_CYCLES and ratio.half_width <= SAME for ratio in ratios)
 
 
 def _half_width(logs):

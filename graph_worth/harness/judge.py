@@ -67,11 +67,9 @@ class Judged:
 
     def _base(self) -> str:
         """`eager`, unless another passing eager is faster with an interval that excludes 1."""
-        eagers = [
-            name
-            for name, own in self.build.variants.items()
-            if own.kind == "eager" and self.passed(name) and name != self.run.control and "extra_work" not in own.traits
-        ]
+        variants = self.build.variants
+        eagers = [name for name in variants if variants[name].kind == "eager" and self.passed(name)]
+        eagers = [name for name in eagers if name != self.run.control and "extra_work" not in variants[name].traits]
         usual = [name for name in ("eager", self.build.anchor) if name in eagers]
         if not eagers:
             return ""
@@ -85,8 +83,8 @@ class Judged:
 
     def blocks(self, name: str, busy: bool = False) -> list[Block]:
         """Return the blocks of a variant in quiet cycles, or in those beside busy processes."""
-        own = self.build.variants.get(name)
-        return [block for block in own.blocks if bool(block.busy_processes) == busy] if own else []
+        variant = self.build.variants.get(name)
+        return [block for block in variant.blocks if bool(block.busy_processes) == busy] if variant else []
 
     def ratio_of(self, name: str, busy: bool = False) -> Ratio | None:
         """Return the ratio of a variant to the base; of the control to the variant that it repeats.
@@ -123,8 +121,8 @@ class Judged:
 
     def issue_ms(self, name: str, busy: bool = False) -> float | None:
         """Return the host's time to issue a step: the median over blocks, each at most the block's step."""
-        found = [issued for block in self.blocks(name, busy) if (issued := block.issued_ms) is not None]
-        return plain.median(found) if found else None
+        times_ms = [issued for block in self.blocks(name, busy) if (issued := block.issued_ms) is not None]
+        return plain.median(times_ms) if times_ms else None
 
     @cached_property
     def slowed(self) -> float:
@@ -133,8 +131,8 @@ class Judged:
         It counts beyond `SLOWED` and beyond the control's interval, and where the base alone made the steps of a block.
         On a CPU the base alone is that which has repeated all audits, and the medians of blocks count.
         """
-        own, blocks = self.build.variants.get(self.base), self.blocks(self.base)
-        if not own or not blocks:
+        base, blocks = self.build.variants.get(self.base), self.blocks(self.base)
+        if not base or not blocks:
             return 0.0
         if self.run.device == "cpu":
             referring = [variant for variant in self.build.variants.values() if variant.reference == self.base]
@@ -142,8 +140,8 @@ class Judged:
             alone = [plain.median(repetition.step_ms) for repetition in repeated if repetition is not None]
             typical_ms = min(block.typical_ms for block in blocks)
             ratio, least = typical_ms / plain.median(alone or [math.inf]), SLOWED_CPU
-        elif own.alone and len(own.alone.step_ms) >= blocks[0].steps:
-            ratio, least = min(block.mean_ms for block in blocks) / plain.fmean(own.alone.step_ms), SLOWED
+        elif base.alone and len(base.alone.step_ms) >= blocks[0].steps:
+            ratio, least = min(block.mean_ms for block in blocks) / plain.fmean(base.alone.step_ms), SLOWED
         else:
             return 0.0
         control = self.ratio_of(self.run.control) if self.run.control in self.build.variants else None
@@ -153,16 +151,16 @@ class Judged:
 
     def busy_ms(self, name: str) -> float | None:
         """Return the GPU's busy time in a step."""
-        own = self.build.variants.get(name)
-        return own.profile.busy_ms if own else None
+        variant = self.build.variants.get(name)
+        return variant.profile.busy_ms if variant else None
 
     def uncaptured(self, name: str) -> str:
         """Return the variant that runs the same program without graphs; "" where none is measured."""
-        own = self.build.variants[name]
-        if name == self.run.control or own.kind == "eager":
+        variant = self.build.variants[name]
+        if name == self.run.control or variant.kind == "eager":
             return self.base if name == self.base else ""
-        if own.kind == "compile":
-            return "compile" if own.capture.graphs and self.passed("compile") else ""
+        if variant.kind == "compile":
+            return "compile" if variant.capture.graphs and self.passed("compile") else ""
         return self.base
 
     def ceiling(self, name: str, busy: bool = False) -> float | None:
@@ -200,28 +198,28 @@ class Judged:
     def joules(self, name: str, busy: bool = False) -> float | None:
         """Return the energy of a step: power times the mean step, of the GPU that is sampled."""
         blocks = self.blocks(name, busy)
-        found = [each.gpu.power_w * each.mean_ms / 1e3 for each in blocks if each.gpu and each.gpu.power_w]
-        return plain.fmean(found) if found else None
+        energies = [block.gpu.power_w * block.mean_ms / 1e3 for block in blocks if block.gpu and block.gpu.power_w]
+        return plain.fmean(energies) if energies else None
 
     def sm_mhz(self, name: str, busy: bool = False) -> float | None:
         """Return the median clock over the blocks of a variant."""
-        found = [block.gpu.sm_mhz for block in self.blocks(name, busy) if block.gpu and block.gpu.sm_mhz]
-        return plain.median(found) if found else None
+        clocks = [block.gpu.sm_mhz for block in self.blocks(name, busy) if block.gpu and block.gpu.sm_mhz]
+        return plain.median(clocks) if clocks else None
 
     def alone_bytes(self, name: str) -> int | None:
         """Return the memory that a variant needs as the only one of its process."""
-        own = self.build.variants.get(name)
-        return own.alone.peak_reserved_bytes if own and own.alone else None
+        variant = self.build.variants.get(name)
+        return variant.alone.peak_reserved_bytes if variant and variant.alone else None
 
     def added_bytes(self, name: str) -> int | None:
         """Return what a variant needs alone less what the base needs alone."""
-        own, base = self.alone_bytes(name), self.alone_bytes(self.base)
-        return own - base if own is not None and base is not None else None
+        variant_bytes, base_bytes = self.alone_bytes(name), self.alone_bytes(self.base)
+        return variant_bytes - base_bytes if variant_bytes is not None and base_bytes is not None else None
 
     def added_bytes_in_steps(self, name: str) -> int | None:
         """Return `added_bytes` without the moment of the capture; None for a file that does not tell."""
-        variants = (self.build.variants.get(each) for each in (name, self.base))
-        known = [each.alone.steps_reserved_bytes for each in variants if each and each.alone]
+        variants = (self.build.variants.get(variant_name) for variant_name in (name, self.base))
+        known = [variant.alone.steps_reserved_bytes for variant in variants if variant and variant.alone]
         return known[0] - known[1] if len(known) == 2 and None not in known else None  # type: ignore[operator]
 
     @cached_property
@@ -240,7 +238,7 @@ def judged(run: Run) -> dict[str, Judged]:
 def is_sound(run: Run) -> bool:
     """Return whether no variant failed and something was timed."""
     builds = judged(run).values()
-    statuses = [own.status for each in builds for own in each.verdicts.values()]
+    statuses = [verdict.status for build in builds for verdict in build.verdicts.values()]
     return PASS in statuses and all(status in FINE for status in statuses)
 
 
@@ -249,54 +247,55 @@ def is_sound(run: Run) -> bool:
 
 
 def _verdict(run: Run, build: Build, name: str) -> Verdict:
-    own = build.variants[name]
+    variant = build.variants[name]
     before = after = None
-    texts = (own.sealed.parity if own.sealed else "", "")
-    if own.sealed is None and name != run.control:
+    texts = (variant.sealed.parity if variant.sealed else "", "")
+    if variant.sealed is None and name != run.control:
         before, after = _agreements(build, name)
         texts = str(before or ""), str(after or "")
-    if own.raised:
-        status = own.raised.kind if own.raised.kind not in ("error", "changed_settings", "moved_state") else FAILED
-        return Verdict(status, Fault.RAISED, own.raised.reason, *texts)
-    if own.sealed and own.sealed.status != PASS:
-        return Verdict(FAILED, Fault.SEALED, own.sealed.reason, *texts)
+    if variant.raised:
+        kind = variant.raised.kind
+        status = FAILED if kind in ("error", "changed_settings", "moved_state") else kind
+        return Verdict(status, Fault.RAISED, variant.raised.reason, *texts)
+    if variant.sealed and variant.sealed.status != PASS:
+        return Verdict(FAILED, Fault.SEALED, variant.sealed.reason, *texts)
     if name == run.control and not build.cycles:
         return Verdict(PASS)  # there was no base to repeat
-    if not own.blocks:
+    if not variant.blocks:
         return Verdict(FAILED, Fault.NOT_TIMED, "no block of it was measured", *texts)
-    found = _parity_fault(run, build, name, before, after) or fault_of(run, build, name)
-    return Verdict(FAILED, found.fault, found.reason, *texts) if found else Verdict(PASS, None, "", *texts)
+    fault = _parity_fault(run, build, name, before, after) or fault_of(run, build, name)
+    return Verdict(FAILED, fault.fault, fault.reason, *texts) if fault else Verdict(PASS, None, "", *texts)
 
 
 def _agreements(build, name) -> list[ParityOfRuns | None]:
     """Before and after the blocks; a reference is compared with another run of itself."""
-    own = build.variants[name]
-    reference = build.variants.get(own.reference, own)
-    found: list[ParityOfRuns | None] = []
-    for courses, others in ((own.parity, reference.parity), (own.after, reference.after)):
-        other = courses[1:][-1:] if reference is own else others[:1]
-        found.append(agreement(courses[0], other[0]) if courses and other else None)
-    return found
+    variant = build.variants[name]
+    reference = build.variants.get(variant.reference, variant)
+    agreements: list[ParityOfRuns | None] = []
+    for courses, reference_courses in ((variant.parity, reference.parity), (variant.after, reference.after)):
+        counterpart = courses[1:][-1:] if reference is variant else reference_courses[:1]
+        agreements.append(agreement(courses[0], counterpart[0]) if courses and counterpart else None)
+    return agreements
 
 
 def _parity_fault(run, build, name, before, after) -> Found | None:
-    own = build.variants[name]
-    if name == run.control or own.reference == name or run.parity == "blocks":
+    variant = build.variants[name]
+    if name == run.control or variant.reference == name or run.parity == "blocks":
         return None
-    if own.sealed:
-        is_compared = bool(own.sealed.parity)
+    if variant.sealed:
+        is_compared = bool(variant.sealed.parity)
         return None if is_compared else Found(Fault.NOT_COMPARED, "nothing compares its training with the reference's")
-    reference = build.variants.get(own.reference)
+    reference = build.variants.get(variant.reference)
     if before is None or after is None or reference is None:
         when = "before" if before is None else "after"
         return Found(Fault.NOT_COMPARED, f"nothing compares its training with the reference's {when} its blocks")
     # Two runs of the reference are mostly equal.
-    allowed = own.promise if isinstance(own.promise, float) else SCATTER_FACTOR * _scatter(reference.parity)
+    allowed = variant.promise if isinstance(variant.promise, float) else SCATTER_FACTOR * _scatter(reference.parity)
     if not before.is_within(allowed):
         return Found(Fault.PARITY, f"parity: differs by {before} from step {before.step}")
     anchor = build.variants.get(build.anchor, reference)
     scatter = min(max(_scatter(reference.after), scatter_of_losses(anchor)), LARGEST_OF_ONE_BLOCK)
-    allowed = max(SCATTER_FACTOR * scatter, own.tolerance or 0.0, LEAST_DEVIATION_AFTER)
+    allowed = max(SCATTER_FACTOR * scatter, variant.tolerance or 0.0, LEAST_DEVIATION_AFTER)
     if scatter > LEAST_DEVIATION_AFTER:
         # One course is as much as one block, of which eager's own part now and then.
         allowed = max(allowed, LARGEST_OF_ONE_BLOCK)

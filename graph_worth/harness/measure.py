@@ -24,11 +24,11 @@ import time
 from pathlib import Path
 
 from graph_worth.folders import CODE, OWN_STEP, ROOT, START
-from graph_worth.harness import command, intervals, run
+from graph_worth.harness import ask, command, intervals, judge, run
 from graph_worth.harness.ask import Options
-from graph_worth.harness.command import Mistake, amount, count, positive
+from graph_worth.harness.command import Mistake
 from graph_worth.harness.files.facts import Run
-from graph_worth.harness.judge import Judged, Verdict, judged
+from graph_worth.harness.judge import Judged, Verdict
 from graph_worth.harness.pages.cells import milliseconds
 from graph_worth.harness.processes import gpus, launch
 from graph_worth.your_step import step_file
@@ -89,16 +89,14 @@ def parse(argv=None) -> argparse.Namespace:
     add("--doctor", action="store_true", help="only say what stands against a graph of it")
     add("--quick", action="store_true", help="issue and busy of the eager step alone")
     add("--json", action="store_true", help="print the verdict as JSON, and all else on stderr")
-    add(
-        "--variants",
-        metavar="A,B",
-        help=f"some of {', '.join(WHAT)} (those that can be best)",
-    )
-    add("--cycles", metavar="N", type=run.cycles_asked, help="cycles (8, of which 5 must fit; CPU 3), or auto")
-    add("--minutes", metavar="M", type=amount, help="go on with cycles until then")
-    add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU, under torchrun (1)")
-    add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
-    add("--out", metavar="DIR", help="root of the runs (runs)")
+    helps = {
+        "variants": f"some of {', '.join(WHAT)} (those that can be best)",
+        "cycles": "cycles (8, of which 5 must fit; CPU 3), or auto",
+        "minutes": "go on with cycles until then",
+        "ngpu": "GPUs, or ranks on the CPU, under torchrun (1)",
+        "out": "root of the runs (runs)",
+    }
+    ask.add_flags(parser, "measure", **helps)
     return parser.parse_args(argv)
 
 
@@ -110,8 +108,8 @@ def named_step(step: str) -> tuple[str, list[str]]:
     except ValueError as error:
         raise Mistake(str(error)) from None
     # From the root of the repository, where workers start, so that a published run names no folder of a machine.
-    own = path.resolve()
-    named = f"{own.relative_to(ROOT) if own.is_relative_to(ROOT) else os.path.abspath(path)}:{function}"
+    resolved = path.resolve()
+    named = f"{resolved.relative_to(ROOT) if resolved.is_relative_to(ROOT) else os.path.abspath(path)}:{function}"
     label = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in f"{path.stem}-{function}")
     return label.lstrip("._-")[:48] or "step", ["--step", named, "--step-digest", digest]
 
@@ -119,17 +117,17 @@ def named_step(step: str) -> tuple[str, list[str]]:
 def request(args: argparse.Namespace, usual: str | None = None) -> Options:
     """Return the options of the run that measures the step; `usual`: variants where none are named."""
     label, flags = named_step(args.step)
-    handed_on = {name: getattr(args, name) for name in ("cycles", "minutes", "ngpu", "host_load", "out", "python")}
-    asked = Options(model=MODEL, label=label, flags=flags, variants=args.variants or usual, **handed_on)
+    options = Options(model=MODEL, label=label, flags=flags, **ask.values_for(Options, args))
+    options.variants = args.variants or usual
     unknown = [name for name in command.words_of(args.variants or "") if name not in VARIANTS]
     if unknown:
         raise Mistake(f"unknown variant {unknown[0]!r}, --variants takes some of {', '.join(VARIANTS)}")
     if args.quick:
-        asked.variants, asked.cycles, asked.no_control = "eager", 1, True
+        options.variants, options.cycles, options.no_control = "eager", 1, True
     if args.variants:
         # What was asked for is waited for.
         flags += ["--compile-limit-s", "0"]
-    return asked
+    return options
 
 
 # ------------------------------------------------------------------------------------------------
@@ -138,39 +136,39 @@ def request(args: argparse.Namespace, usual: str | None = None) -> Options:
 
 def verdict(measured: Run) -> tuple[int, str]:
     """Return the exit status and the sentence that a run comes to."""
-    (own,) = judged(measured).values()
-    graphs = [name for name, each in own.build.variants.items() if each.kind in ("graph", "compile")]
-    passed = [name for name in graphs if own.passed(name)]
-    wrong = [name for name in graphs if own.verdicts[name].is_wrong_numbers]
-    eager = own.verdicts.get("eager")
+    (judged,) = judge.judged(measured).values()
+    graphs = [name for name, variant in judged.build.variants.items() if variant.kind in ("graph", "compile")]
+    passed = [name for name in graphs if judged.passed(name)]
+    wrong = [name for name in graphs if judged.verdicts[name].is_wrong_numbers]
+    eager = judged.verdicts.get("eager")
     if graphs and not passed and eager is not None and eager.status == "failed":
         return EAGER_FAILED, f"The eager step failed: {eager.reason}."
     if graphs and not passed:
-        return _none_passed({name: own.verdicts[name] for name in graphs}, wrong)
+        return _none_passed({name: judged.verdicts[name] for name in graphs}, wrong)
     if measured.device == "cpu" or not graphs:
-        return NOT_MEASURED, _not_measured(own, passed, wrong)
-    return _measured(own, passed, wrong)
+        return NOT_MEASURED, _not_measured(judged, passed, wrong)
+    return _measured(judged, passed, wrong)
 
 
 def _none_passed(graphs: dict[str, Verdict], wrong):
     if wrong:
         return WRONG, f"Wrong numbers: {wrong[0]} does not train as the eager step does ({graphs[wrong[0]].reason})."
-    if all(own.status == "unsupported" for own in graphs.values()):
+    if all(failure.status == "unsupported" for failure in graphs.values()):
         return NOT_MEASURED, f"Not measured: {next(iter(graphs.values())).reason}."
-    captured = {name: own for name, own in graphs.items() if own.status == "capture_failed"}
-    name, own = next(iter((captured or graphs).items()))
-    return NO_CAPTURE, f"Cannot be captured: {name}: {own.reason}"
+    captured = {name: failure for name, failure in graphs.items() if failure.status == "capture_failed"}
+    name, failure = next(iter((captured or graphs).items()))
+    return NO_CAPTURE, f"Cannot be captured: {name}: {failure.reason}"
 
 
-def _not_measured(own: Judged, passed, wrong) -> str:
+def _not_measured(judged: Judged, passed, wrong) -> str:
     parts = []
-    if own.run.device == "cpu":
+    if judged.run.device == "cpu":
         parts.append("Not measured: there is no GPU.")
-    ceiling = own.ceiling(own.base) if own.base else None
+    ceiling = judged.ceiling(judged.base) if judged.base else None
     if ceiling is not None:
         gain = "has little to remove" if ceiling < LEAST_GAIN else f"may gain up to {ceiling:.2f}x"
-        parts.append(f"A graph {gain}: a step takes {milliseconds(own.ms(own.base))} ms,")
-        parts.append(f"the GPU is busy for {milliseconds(own.busy_ms(own.base))} ms.")
+        parts.append(f"A graph {gain}: a step takes {milliseconds(judged.ms(judged.base))} ms,")
+        parts.append(f"the GPU is busy for {milliseconds(judged.busy_ms(judged.base))} ms.")
     if passed:
         parts.append(f"Graphs that train as eager does: {', '.join(passed)}.")
     if wrong:
@@ -178,12 +176,12 @@ def _not_measured(own: Judged, passed, wrong) -> str:
     return " ".join(parts) or "Not measured."
 
 
-def _measured(own: Judged, passed, wrong) -> tuple[int, str]:
-    ratios = {name: own.ratio_of(name) for name in passed}
-    found = {name: ratio for name, ratio in ratios.items() if ratio is not None and ratio.cycles > 1}
-    if not found:
+def _measured(judged: Judged, passed, wrong) -> tuple[int, str]:
+    ratios = {name: judged.ratio_of(name) for name in passed}
+    bounded_ratios = {name: ratio for name, ratio in ratios.items() if ratio is not None and ratio.cycles > 1}
+    if not bounded_ratios:
         return NOT_MEASURED, "Not measured: fewer than two cycles."
-    name, ratio = max(found.items(), key=lambda item: item[1].low)
+    name, ratio = max(bounded_ratios.items(), key=lambda item: item[1].low)
     word = intervals.word(ratio)
     numbers = f"{ratio.ratio:.3f}x, {ratio.low:.3f} to {ratio.high:.3f}, on this host in these minutes"
     text = {
@@ -197,23 +195,23 @@ def _measured(own: Judged, passed, wrong) -> tuple[int, str]:
     return STATUS_OF[word], text
 
 
-def doctor(asked: Options) -> tuple[int, str, dict]:
+def doctor(options: Options) -> tuple[int, str, dict]:
     """Print what stands against a graph of the step.
 
     Returns:
         The doctor's exit status, its text, and what it found: "whole_is_right" and "has_mine", see
         `graph_worth.your_step.doctor.Diagnosis`; {} where it has no answer.
     """
-    launched = launch.parse(asked)
+    launched = launch.parse(options)
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "findings"
-        step = asked.flags[asked.flags.index("--step") + 1]
+        step = options.flags[options.flags.index("--step") + 1]
         words = launched.command([str(START), "graph_worth.your_step.doctor", step, str(text)])
         # Of several ranks each would print its mistake, and torchrun a page about it.
-        errors = subprocess.PIPE if asked.ngpu > 1 else None
-        options: dict = {"stdout": sys.stderr if sys.stdout is sys.stderr else None, "stderr": errors, "text": True}
+        errors = subprocess.PIPE if options.ngpu > 1 else None
+        streams: dict = {"stdout": sys.stderr if sys.stdout is sys.stderr else None, "stderr": errors, "text": True}
         try:
-            done = subprocess.run(words, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, **options)
+            done = subprocess.run(words, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, **streams)
         except subprocess.TimeoutExpired:
             print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
             return 0, "", {}
@@ -224,15 +222,15 @@ def doctor(asked: Options) -> tuple[int, str, dict]:
         if mistakes:
             print(mistakes[0], file=sys.stderr)
             return MISTAKE, "", {}
-        told = text.with_suffix(".json")
-        if not told.is_file():
+        diagnosis_path = text.with_suffix(".json")
+        if not diagnosis_path.is_file():
             return done.returncode, "", {}
-        found = json.loads(told.read_text())
+        diagnosis = json.loads(diagnosis_path.read_text())
         # Of several ranks each returns 0.
-        return done.returncode or found["status"], text.read_text(), found
+        return done.returncode or diagnosis["status"], text.read_text(), diagnosis
 
 
-def _usual(args, asked: Options, seen: dict) -> Options:
+def _usual(args, options: Options, seen: dict) -> Options:
     """The request with the variants that are measured where none are named."""
     has_gpu = bool(gpus.find_gpus().names)
     is_whole = has_gpu and seen.get("whole_is_right")
@@ -242,17 +240,17 @@ def _usual(args, asked: Options, seen: dict) -> Options:
     return request(args, ",".join([*names, *([MINE] if seen.get("has_mine") else [])]))
 
 
-def _check_root(asked: Options) -> None:
+def _check_root(options: Options) -> None:
     """Make the root of the runs now: the doctor may need minutes before a run would find that it cannot.
 
     Raises:
         Mistake: nothing can be written there.
     """
-    root = Path(asked.out).resolve() if asked.out else command.RUNS
+    root = Path(options.out).resolve() if options.out else command.RUNS
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Mistake(f"--out {asked.out}: {error.strerror}") from None
+        raise Mistake(f"--out {options.out}: {error.strerror}") from None
     if not os.access(root, os.W_OK | os.X_OK):
         raise Mistake(f"--out {root}: nothing can be written there")
 
@@ -281,18 +279,20 @@ def require_torch(python: str, is_named: bool) -> None:
 
 def _as_json(measured: Run, path: Path, sentence: str) -> dict:
     """The numbers behind a verdict; times in ms, the eager step's and its busy time's quotient as "at_most"."""
-    (own,) = judged(measured).values()
-    ratios = {name: own.ratio_of(name) for name in own.build.variants if own.passed(name) and name != own.base}
+    (judged,) = judge.judged(measured).values()
+    ratios = {
+        name: judged.ratio_of(name) for name in judged.build.variants if judged.passed(name) and name != judged.base
+    }
     return {
         "text": sentence,
         "run": str(path),
-        "step_ms": own.ms(own.base),
-        "busy_ms": own.busy_ms(own.base),
-        "at_most": own.ceiling(own.base),
+        "step_ms": judged.ms(judged.base),
+        "busy_ms": judged.busy_ms(judged.base),
+        "at_most": judged.ceiling(judged.base),
         "variants": {
-            name: {"ms": own.ms(name), "ratio": found.ratio, "low": found.low, "high": found.high}
-            for name, found in ratios.items()
-            if found is not None
+            name: {"ms": judged.ms(name), "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
+            for name, ratio in ratios.items()
+            if ratio is not None
         },
     }
 
@@ -301,57 +301,57 @@ def measure(args: argparse.Namespace) -> int:
     """Measure the step that the command line names, print the verdict as asked, and return the exit status."""
     if not args.json:
         return _measure(args, {})
-    told: dict = {}
+    answer: dict = {}
     with contextlib.redirect_stdout(sys.stderr):
-        status = _measure(args, told)
+        status = _measure(args, answer)
     if status != MISTAKE:
         words = NAMES | ({0: "nothing stands against a graph"} if args.doctor else {})
-        print(json.dumps({"verdict": words.get(status, "failed"), "status": status, **told}))
+        print(json.dumps({"verdict": words.get(status, "failed"), "status": status, **answer}))
     return status
 
 
-def _measure(args, told: dict) -> int:
-    """The exit status; what --json says beside it goes to `told`."""
+def _measure(args, answer: dict) -> int:
+    """The exit status; what --json says beside it goes to `answer`."""
     begin_s = time.monotonic()
-    asked = request(args)
+    options = request(args)
     os.environ[step_file.PROG] = args.prog
     if Path.cwd() != CODE:
         os.environ[step_file.FOLDER] = os.getcwd()
-    require_torch(launch.parse(asked).python, args.python is not None)
+    require_torch(launch.parse(options).python, args.python is not None)
     is_left_out = args.quick and not args.doctor
     if not args.doctor:
-        _check_root(asked)
-    found, said, seen = (0, "", {}) if is_left_out else doctor(asked)
-    if args.doctor and found < 0:
+        _check_root(options)
+    doctor_status, findings, seen = (0, "", {}) if is_left_out else doctor(options)
+    if args.doctor and doctor_status < 0:
         print(
-            f"{args.prog}: the doctor was ended by {signal.Signals(-found).name}, perhaps out of host memory",
+            f"{args.prog}: the doctor was ended by {signal.Signals(-doctor_status).name}, perhaps out of host memory",
             file=sys.stderr,
         )
         return 1
-    if args.doctor or found == MISTAKE:
-        told["text"] = said
-        return found
-    if found not in (0, WRONG, NO_CAPTURE):
-        ended = f" (ended by {signal.Signals(-found).name})" if found < 0 else ""
+    if args.doctor or doctor_status == MISTAKE:
+        answer["text"] = findings
+        return doctor_status
+    if doctor_status not in (0, WRONG, NO_CAPTURE):
+        ended = f" (ended by {signal.Signals(-doctor_status).name})" if doctor_status < 0 else ""
         print(f"The doctor itself failed{ended} and is left out.")
     if not args.variants and not args.quick:
-        asked = _usual(args, asked, seen)
+        options = _usual(args, options, seen)
     if args.cycles is None and args.minutes is None and not args.host_load:
-        asked.end_s = begin_s + CYCLES_END_S
-    ((measured, path),), _ = run.measured(asked)
+        options.end_s = begin_s + CYCLES_END_S
+    ((measured, path),), _ = run.measured(options)
     if path is None:
         print("The eager step failed, so nothing was timed.")
         return EAGER_FAILED
     status, sentence = verdict(measured)
-    (own,) = judged(measured).values()
-    whole = own.verdicts.get("graph_step")
+    (judged,) = judge.judged(measured).values()
+    whole = judged.verdicts.get("graph_step")
     # The others may be trusted where the run itself found the graph of the whole step wrong.
     is_seen = whole is not None and whole.status in ("failed", "numerics_failed")
-    if found == WRONG and status != NO_CAPTURE and not is_seen:
+    if doctor_status == WRONG and status != NO_CAPTURE and not is_seen:
         status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
     if not args.quick:
-        print(run.page_line(path, said, sentence))
-    told |= _as_json(measured, path, sentence)
+        print(run.page_line(path, findings, sentence))
+    answer |= _as_json(measured, path, sentence)
     print(sentence)
     return status
 

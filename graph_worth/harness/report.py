@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from graph_worth.files import write_text
-from graph_worth.harness import command, intervals
+from graph_worth.harness import command, intervals, judge
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run
-from graph_worth.harness.judge import Judged, judged
+from graph_worth.harness.judge import Judged
 from graph_worth.harness.pages import web
 from graph_worth.harness.pages.cells import milliseconds
 from graph_worth.harness.pages.run_table import build_title, cells_of, on_a_cpu, rates
@@ -24,93 +24,94 @@ WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as 
 def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
     """Return the page of a run, with the doctor's findings, and a verdict in the place of that of the run's numbers."""
     gpus = sorted({gpu.name for gpu in run.host.gpus})
-    builds = judged(run)
-    data = [{"blocks": web.blocks(own), "timelines": _timelines(own)} for own in builds.values()]
+    builds = judge.judged(run)
+    data = [{"blocks": web.blocks(judged), "timelines": _timelines(judged)} for judged in builds.values()]
     return web.page(
         {"builds": data},
         run=run,
         machine=f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.cores or '?'} cores",
         findings=findings,
         verdict=verdict or (on_a_cpu(builds.values()) if run.device == "cpu" else ""),
-        builds=[_build(name, own) for name, own in builds.items()],
+        builds=[_build(name, judged) for name, judged in builds.items()],
     )
 
 
-def _build(name: str, own: Judged) -> dict:
-    rows = [_row(own, each) for each in web.timed(own)]
+def _build(name: str, judged: Judged) -> dict:
+    rows = [_row(judged, variant_name) for variant_name in web.timed(judged)]
     best = max((row for row in rows if row["is_graph"]), key=lambda row: row["low"], default=None)
     return {
-        "title": build_title(name, own.build.fields),
-        "verdict": _verdict(own, best),
+        "title": build_title(name, judged.build.fields),
+        "verdict": _verdict(judged, best),
         "rows": rows,
         "has_memory": any(row["cells"]["GiB"] for row in rows),
-        "faults": [(each, verdict) for each, verdict in own.verdicts.items() if verdict.reason],
-        "why": _why(own, best["name"] if best else ""),
-        "rates": rates(own),
+        "faults": [(variant_name, verdict) for variant_name, verdict in judged.verdicts.items() if verdict.reason],
+        "why": _why(judged, best["name"] if best else ""),
+        "rates": rates(judged),
     }
 
 
-def _row(own: Judged, name: str) -> dict:
+def _row(judged: Judged, name: str) -> dict:
     """A variant that passed, as a row of the table. Times and ratios are of quiet cycles."""
-    variant, is_control, ratio = own.build.variants[name], name == own.run.control, own.ratio_of(name)
+    variant, is_control, ratio = judged.build.variants[name], name == judged.run.control, judged.ratio_of(name)
     return {
         "name": name,
-        "cells": cells_of(own, name),
+        "cells": cells_of(judged, name),
         "kind": "control" if is_control else variant.kind,
         "is_graph": ratio is not None and not is_control and variant.kind != "eager",
         "help": variant.help,
-        "typical": milliseconds(own.typical_ms(name)),
+        "typical": milliseconds(judged.typical_ms(name)),
         "low": ratio.low if ratio else 0.0,
         "word": intervals.word(ratio) if ratio and ratio.cycles > 1 else "",
     }
 
 
-def _verdict(own: Judged, best: dict | None) -> str:
+def _verdict(judged: Judged, best: dict | None) -> str:
     if best is None:
         return "No graph has a time."
     name, cells = best["name"], best["cells"]
-    said = f"Whether {name} is faster than {own.base} is unclear"
+    statement = f"Whether {name} is faster than {judged.base} is unclear"
     if best["word"] in WORDS:
-        said = f"{name} {WORDS[best['word']]} {own.base}"
+        statement = f"{name} {WORDS[best['word']]} {judged.base}"
     numbers = ", ".join(filter(None, [cells["ratio"], cells["95 %"]]))
-    return f"{said}: {numbers}, on this host in these minutes."
+    return f"{statement}: {numbers}, on this host in these minutes."
 
 
-def _why(own: Judged, best: str) -> dict | None:
+def _why(judged: Judged, best: str) -> dict | None:
     """The base's step with its busy and its idle part, and the step of the best graph, as bars."""
-    if own.run.device != "cuda" or not own.base:
+    if judged.run.device != "cuda" or not judged.base:
         return None
-    busy_ms, base_ms, issue_ms = own.busy_ms(own.base), own.ms(own.base), own.issue_ms(own.base)
-    ceiling, share, ms = own.ceiling(own.base), own.reached(best) if best else None, own.ms(best) if best else None
+    busy_ms, base_ms, issue_ms = judged.busy_ms(judged.base), judged.ms(judged.base), judged.issue_ms(judged.base)
+    ceiling = judged.ceiling(judged.base)
+    share, ms = (judged.reached(best), judged.ms(best)) if best else (None, None)
     if not busy_ms or not base_ms or not ceiling:
         return None
     idle = max(0.0, 1 - busy_ms / base_ms)
-    text = f"A step of {own.base} takes {milliseconds(base_ms)} ms and keeps the GPU busy for {milliseconds(busy_ms)}. "
-    text += f"A graph can gain {ceiling:.2f}x at most"
+    text = f"A step of {judged.base} takes {milliseconds(base_ms)} ms and keeps the GPU busy for "
+    text += f"{milliseconds(busy_ms)}. A graph can gain {ceiling:.2f}x at most"
     text += f"; {best} reached {100 * share:.1f} % of that." if share else "."
     widest = max(base_ms, busy_ms, ms or 0.0)
     bars = [
         {
             "kind": "eager",
-            "text": f"{own.base}, {milliseconds(base_ms)} ms: the GPU is idle for {100 * idle:.0f} % of it",
+            "text": f"{judged.base}, {milliseconds(base_ms)} ms: the GPU is idle for {100 * idle:.0f} % of it",
             "width": 100 * base_ms / widest,
             "busy": 100 * min(1.0, busy_ms / base_ms),
         }
     ]
     if best and ms:
-        kind = own.build.variants[best].kind
+        kind = judged.build.variants[best].kind
         bars.append({"kind": kind, "text": f"{best}, {milliseconds(ms)} ms", "width": 100 * ms / widest, "busy": 100})
     issue = f"This host issues the step in {milliseconds(issue_ms)} ms. A slower host takes longer, a graph does not."
     return {"bars": bars, "text": text, "issue": issue if issue_ms else ""}
 
 
-def _timelines(own: Judged) -> list[dict]:
+def _timelines(judged: Judged) -> list[dict]:
     """Busy intervals in ms of one profiled step of each variant, as report.js draws them."""
-    found = []
-    for name, color in web.timed(own).items():
-        profile, busy_ms, ms = own.build.variants[name].profile, own.busy_ms(name), own.ms(name)
-        spans = [each for each in profile.timeline_us if len(each) == 2 and 0 <= each[0] <= each[1]]
-        if name == own.run.control or not profile.timeline_step_us or not spans:
+    timelines = []
+    for name, color in web.timed(judged).items():
+        profile, busy_ms, ms = judged.build.variants[name].profile, judged.busy_ms(name), judged.ms(name)
+        spans = [span for span in profile.timeline_us if len(span) == 2 and 0 <= span[0] <= span[1]]
+        if name == judged.run.control or not profile.timeline_step_us or not spans:
             continue
         length_ms = profile.timeline_step_us / 1e3
         text = f"{name}: {milliseconds(ms)} ms"
@@ -118,8 +119,8 @@ def _timelines(own: Judged) -> list[dict]:
             text += f", the GPU is idle for {100 * max(0.0, 1 - busy_ms / ms):.0f} % of it"
         text += f" ({milliseconds(length_ms)} ms under the profiler, as drawn)"
         in_ms = [[round(end / 1e3, 4) for end in span] for span in spans]
-        found.append({"name": name, "text": text, "color": color, "length": length_ms, "spans": in_ms})
-    return found
+        timelines.append({"name": name, "text": text, "color": color, "length": length_ms, "spans": in_ms})
+    return timelines
 
 
 def write(path: Path, out: Path | None = None, findings: str = "", verdict: str = "") -> Path:

@@ -26,7 +26,6 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from graph_worth.config import checked
 from graph_worth.files import write_text
 from graph_worth.folders import OWN_STEP
 from graph_worth.harness import ask, command, judge
@@ -34,7 +33,7 @@ from graph_worth.harness.ask import Options
 from graph_worth.harness.builds.build_measurement import BuildMeasurement
 from graph_worth.harness.builds.build_worker import OutOfVariants, StartFailed
 from graph_worth.harness.builds.request import Settings
-from graph_worth.harness.command import Mistake, amount, count, positive, shown
+from graph_worth.harness.command import Mistake, shown
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.files.partial import Partial
@@ -52,43 +51,19 @@ BLOCK_S = {"tiny": 0.1, "other": 1.0}
 OWN_BLOCK_S = 0.5
 SOURCE = {"commit": "git_sha", "tree": "git_tree", "hash": "source_hash"}
 
-cycles_asked = checked(
-    lambda text: text if text == "auto" else int(text),
-    lambda number: number == "auto" or 1 <= number <= 1000,
-    "a number of cycles from 1 to 1000, or auto",
-)
-_label = checked(
-    str,
-    lambda text: re.fullmatch("[A-Za-z0-9][A-Za-z0-9._-]{0,47}", text),
-    "a word of letters, digits, '.', '_' and '-', at most 48",
-)
-
 
 def parse(argv=None) -> Options:
     """Return the command line. Mistakes end the program with one line."""
-    own, flags = command.split_flags(argv)
+    arguments, flags = command.split_flags(argv)
     parser = command.parser_of(
         "run",
         "Eager against graphed training steps, in alternating blocks of one process.",
         f"See python -m MODEL.train --help for the flags of a script. {command.TO_SCRIPT}",
     )
-    add = parser.add_argument
     known = f"one of {', '.join(models())}, some with commas, or all"
-    add("--model", metavar="NAME", required=True, help=known)
-    add("--preset", metavar="NAME", help="bench where a GPU is found, else tiny")
-    add("--variants", metavar="A,B", help="the headline variants unless told; all, or some names")
-    add("--no-control", action="store_true", help="without the base once more as if it were a variant")
-    add("--no-audit", action="store_true", help="without blocks that eager repeats in a process of its own")
-    add("--cycles", metavar="N", type=cycles_asked, help="cycles (8; tiny: 3), or auto: until +-0.5 %%, at least 8")
-    add("--minutes", metavar="M", type=amount, help="go on with cycles until then; with auto: no longer (10)")
-    add("--ngpu", metavar="N", type=positive, default=1, help="GPUs, or ranks on the CPU (1)")
-    add("--host-load", metavar="N", type=count, default=0, help="busy processes in every second cycle (0)")
-    add("--out", metavar="DIR", help="root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)")
-    add("--label", metavar="WORD", type=_label, help="ends the folder's name (made of flags after --)")
-    add("--share-memory", action="store_true", help="eager steps in the graphs' memory, as where both do not fit")
-    add("--limit-s", metavar="S", type=amount, default=600.0, help="a worker that is silent for so long hangs (600)")
-    launch.add_arguments(parser)
-    args, unknown = parser.parse_known_args(own)
+    parser.add_argument("--model", metavar="NAME", required=True, help=known)
+    ask.add_flags(parser, "run")
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
         hint = f": flags of the training script come after --, as in -- {' '.join(unknown[:2])}"
         parser.error(f"unknown argument {unknown[0]!r}{hint if unknown[0].startswith('--') else ''}")
@@ -99,49 +74,47 @@ def parse(argv=None) -> Options:
 # One model
 
 
-def open_run(asked: ask.Ask, args: Options) -> Partial:
+def open_run(request: ask.Ask, args: Options) -> Partial:
     """Return the run that was begun with the same request, machine and source, else a new one."""
-    header, own = _header(asked, args), ("id", "begin_utc")
-    for path in partial.find(asked.group):
+    header, unique_keys = _header(request, args), ("id", "begin_utc")
+    for path in partial.find(request.group):
         with contextlib.suppress(partial.Busy):
-            found = Partial(path)
-            if found.facts and all(found.facts[0].get(key) == header[key] for key in header if key not in own):
-                _require_sound(found)
-                print(f"goes on with {shown(path)}, cycles so far: {len(found.of('cycle'))}")
-                return found
-            found.close()
-    made = Partial(asked.group / f"{header['id']}{partial.SUFFIX}")
-    made.add("header", **header)
-    return made
+            begun = Partial(path)
+            if begun.facts and all(begun.facts[0].get(key) == header[key] for key in header if key not in unique_keys):
+                _require_sound(begun)
+                print(f"goes on with {shown(path)}, cycles so far: {len(begun.of('cycle'))}")
+                return begun
+            begun.close()
+    fresh = Partial(request.group / f"{header['id']}{partial.SUFFIX}")
+    fresh.add("header", **header)
+    return fresh
 
 
 def _require_sound(begun: Partial) -> None:
     try:
         partial.folded(begun.facts)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise Mistake(f"{shown(begun.path)} is damaged ({said}): move it away to begin anew") from None
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise Mistake(f"{shown(begun.path)} is damaged ({reason}): move it away to begin anew") from None
 
 
-def _header(asked, args) -> dict:
-    env = asked.host["env"]
+def _header(request, args) -> dict:
+    env = request.host["env"]
     boot = re.sub("[^0-9a-f]", "", (env["boot_id"] or "").lower())[:6].ljust(6, "0")
     return {
         "schema": run_file.SCHEMA,
         "id": f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{boot}{secrets.token_hex(1)}",
-        **{key: getattr(asked, key) for key in ("model", "preset", "label", "flags", "ranks")},
+        **{key: getattr(request, key) for key in ("model", "preset", "label", "flags", "ranks")},
         "source": {key: env[name] for key, name in SOURCE.items()} | {"clean": env["git_dirty"] is False},
         "begin_utc": partial.utc(),
         "control": "" if args.no_control else CONTROL,
         "parity": "blocks" if args.is_census else "courses",
-        "request": {
-            "gpus": list(asked.gpus.uuids[: args.ngpu]),
-            **{key: getattr(args, key) for key in ("host_load", "share_memory")},
-        },
+        "request": {"gpus": list(request.gpus.uuids[: args.ngpu])}
+        | {key: getattr(args, key) for key in ask.flags_for("header")},
         "host": {"boot": env["boot_id"], "cpu": env["cpu"], "gpus": [], "versions": {"torch": env["torch"]}},
         "builds": {
             build.name: {key: getattr(build, key) for key in ("fields", "variants", "asked_layers")}
-            for build in asked.builds
+            for build in request.builds
         },
     }
 
@@ -151,27 +124,24 @@ def settings_of(args: Options, preset: str) -> Settings:
     size = "tiny" if preset.startswith("tiny") else "other"
     is_own = args.model == OWN_STEP
     return Settings(
-        cycles=args.cycles or CYCLES[size],
+        **ask.values_for(Settings, args) | {"cycles": args.cycles or CYCLES[size]},
         block_s=OWN_BLOCK_S if is_own and size != "tiny" else BLOCK_S[size],
         most_blocks_s=1.0 if is_own else 4.0,
         compiles_once=is_own,
-        is_census=args.is_census,
-        end_s=args.end_s,
         control="" if args.no_control else CONTROL,
         audits=not args.no_audit,
-        **{key: getattr(args, key) for key in ("minutes", "host_load", "limit_s", "share_memory")},
     )
 
 
-def measure_run(asked: ask.Ask, args: Options, facts: Partial, log: Path) -> None:
+def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> None:
     """Measure all builds of a model. A variant that cannot run is a fact, not an exception.
 
     Raises:
         StartFailed: a worker of a build that ran before, or one that was killed, does not start, and there are cycles.
     """
-    settings = settings_of(args, asked.preset)
-    for build in asked.builds:
-        if len(asked.builds) > 1:
+    settings = settings_of(args, request.preset)
+    for build in request.builds:
+        if len(request.builds) > 1:
             names = ", ".join(name for name in build.variants if name != CONTROL)
             _say(f"{run_table.build_title(build.name, build.fields) or 'the preset as it is'}: {names}")
         measurement = BuildMeasurement(build, settings, facts, log, _say)
@@ -212,23 +182,23 @@ def measured(args: Options) -> tuple[list[tuple[Run, Path | None]], bool]:
         The run of each, and its file, None where nothing could be timed; and whether one of several was refused.
     """
     names, machine = chosen_models(args.model), launch.machine(args)
-    asks, refused = [], []
+    requests, refused = [], []
     for name in names:
         try:
-            asks.append(ask.ask_of(args, name, machine))
+            requests.append(ask.ask_of(args, name, machine))
         except Mistake as mistake:
             if len(names) == 1:
                 raise
             refused.append(f"{name}: {mistake}")
             print(f"refused: {refused[-1]}")
-    if not asks:
+    if not requests:
         raise Mistake("no model is left to measure")
-    uuids = [] if args.nnodes > 1 else list(asks[0].gpus.uuids[: args.ngpu])
-    with locks.gpu_locks(uuids, ",".join(each.name for each in asks)) as others:
+    uuids = [] if args.nnodes > 1 else list(requests[0].gpus.uuids[: args.ngpu])
+    with locks.gpu_locks(uuids, ",".join(request.name for request in requests)) as others:
         for text in others:
             print(f"beside   {text}")
-        suite = Suite(asks, args)
-        done = [suite.measured(asked) or suite.note(asked, _measure_one(asked, args)) for asked in asks]
+        suite = Suite(requests, args)
+        done = [suite.measured(request) or suite.note(request, _measure_one(request, args)) for request in requests]
         suite.end()
         return done, bool(refused)
 
@@ -244,17 +214,17 @@ def measure(args: Options) -> int:
     return 1 if bad or not all(map(judge.is_sound, runs)) else 0
 
 
-def _measure_one(asked, args) -> tuple[Run, Path | None]:
+def _measure_one(request, args) -> tuple[Run, Path | None]:
     """Measure and seal one model's run; where nothing could be timed there is no file."""
-    start, gpus = time.monotonic(), asked.gpus
-    where = f"{gpus.names[0]} x{asked.ranks}" if gpus.names else f"CPU ({os.cpu_count()} cores)"
-    is_own, torch = asked.model == OWN_STEP, asked.host["env"]["torch"]
+    start, gpus = time.monotonic(), request.gpus
+    where = f"{gpus.names[0]} x{request.ranks}" if gpus.names else f"CPU ({os.cpu_count()} cores)"
+    is_own, torch = request.model == OWN_STEP, request.host["env"]["torch"]
     # A step of somebody's own may run in an interpreter with another torch.
-    words = [] if is_own else [f"torch {torch}", " ".join(asked.flags)]
-    _say("  ".join(filter(None, [asked.name, where, *words])))
-    facts = open_run(asked, args)
+    words = [] if is_own else [f"torch {torch}", " ".join(request.flags)]
+    _say("  ".join(filter(None, [request.name, where, *words])))
+    facts = open_run(request, args)
     log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
-    measure_run(asked, args, facts, log)
+    measure_run(request, args, facts, log)
     if not facts.of("cycle"):
         run = partial.folded(facts.facts)
         facts.close()
@@ -267,7 +237,7 @@ def _measure_one(asked, args) -> tuple[Run, Path | None]:
     took = f"({time.monotonic() - start:.0f} s)"
     _say(f"\n{run_table.report(run)}\n{shown(path)}  {took}")
     # Of a user's own step benchmarks.measure writes the page, with its verdict.
-    if asked.model != OWN_STEP:
+    if request.model != OWN_STEP:
         _say(page_line(path))
     _say("")
     return run, path
@@ -284,30 +254,30 @@ def page_line(path: Path, findings: str = "", verdict: str = "") -> str:
 class Suite:
     """The sealed runs of a command for several models, noted on disk: after a stop the same command goes on."""
 
-    def __init__(self, asks: list[ask.Ask], args: Options):
-        env = asks[0].host["env"]
-        request = {key: str(value) for key, value in sorted(vars(args).items())}
-        request |= {"boot": env["boot_id"], "source": env["source_hash"]}
-        digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
-        self._path = asks[0].root / f".suite-{digest}.json" if len(asks) > 1 else None
+    def __init__(self, requests: list[ask.Ask], args: Options):
+        env = requests[0].host["env"]
+        options = {key: str(value) for key, value in sorted(vars(args).items())}
+        options |= {"boot": env["boot_id"], "source": env["source_hash"]}
+        digest = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
+        self._path = requests[0].root / f".suite-{digest}.json" if len(requests) > 1 else None
         self._files: dict[str, str] = {}
         if self._path:
             with contextlib.suppress(ValueError, OSError):
                 self._files = dict(json.loads(self._path.read_text()))
 
-    def measured(self, asked: ask.Ask) -> tuple[Run, Path] | None:
+    def measured(self, request: ask.Ask) -> tuple[Run, Path] | None:
         """Return the run of a model that was sealed before the command was stopped, and its file."""
-        path = Path(self._files.get(asked.name, ""))
+        path = Path(self._files.get(request.name, ""))
         if not path.is_file():
             return None
         run = run_file.read(path)
-        _say(f"{asked.name}  was measured before: {shown(path)}\n\n{run_table.report(run)}\n")
+        _say(f"{request.name}  was measured before: {shown(path)}\n\n{run_table.report(run)}\n")
         return run, path
 
-    def note(self, asked: ask.Ask, done: tuple[Run, Path | None]) -> tuple[Run, Path | None]:
+    def note(self, request: ask.Ask, done: tuple[Run, Path | None]) -> tuple[Run, Path | None]:
         """Note the run of a model, and return it."""
         if self._path and done[1]:
-            self._files[asked.name] = str(done[1])
+            self._files[request.name] = str(done[1])
             write_text(self._path, json.dumps(self._files))
         return done
 

@@ -39,11 +39,11 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
     reserved = [flag for flag in flags if flag.split("=")[0] in RESERVED_FLAGS]
     if reserved:
         raise Mistake(f"{reserved[0]} after -- is set by this command, leave it out")
-    told = _told(model, preset, *flags)
+    answer = _told(model, preset, *flags)
     try:
-        return json.loads(told)
+        return json.loads(answer)
     except json.JSONDecodeError:
-        raise Mistake((told.strip() or "nothing").splitlines()[-1].removeprefix("python -m ")) from None
+        raise Mistake((answer.strip() or "nothing").splitlines()[-1].removeprefix("python -m ")) from None
 
 
 def words_of(model: str) -> list[str]:
@@ -72,18 +72,18 @@ def needs_gpu(description: dict, preset: str) -> bool:
 
 def submitted(description: dict, preset: str) -> tuple[int, int] | None:
     """Return the nodes of the MLPerf submission that has this preset and the GPUs of each; None for other presets."""
-    found = description.get("presets_need", {}).get(preset, {}).get("submitted")
-    return (found["nodes"], found["gpus_per_node"]) if found else None
+    submission = description.get("presets_need", {}).get(preset, {}).get("submitted")
+    return (submission["nodes"], submission["gpus_per_node"]) if submission else None
 
 
-def require_world_size(description: dict, preset: str, world_size: int, asked: str) -> None:
-    """Require that a preset, with its flags, runs on the ranks that the flags `asked` chose."""
+def require_world_size(description: dict, preset: str, world_size: int, rank_flags: str) -> None:
+    """Require that a preset, with its flags, runs on the ranks that `rank_flags` chose."""
     takes = description.get("presets_need", {}).get(preset, {}).get("world_size", {})
     multiple_of, at_most = takes.get("multiple_of", 1), takes.get("at_most")
     if world_size % multiple_of == 0 and (at_most is None or world_size <= at_most):
         return
     words = f"a multiple of {multiple_of} ranks" if multiple_of > 1 else f"{at_most} rank" + "s" * (at_most > 1)
-    asks = f"{description['model']}/{preset} runs on {words}, {asked} make {world_size}"
+    asks = f"{description['model']}/{preset} runs on {words}, {rank_flags} make {world_size}"
     raise Mistake(f"{asks}: change one of them, or the script's flags for ranks, after --")
 
 

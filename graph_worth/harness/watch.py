@@ -62,77 +62,71 @@ def seen_by(folder: Path) -> tuple[int, dict]:
 
     Of several processes the first rank, and the one that came farthest.
     """
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("steps-*.json"))]
-    return len(found), min(found, key=lambda each: (each["rank"], -each["steps"]), default={})
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("steps-*.json"))]
+    return len(reports), min(reports, key=lambda report: (report["rank"], -report["steps"]), default={})
 
 
 def text_of(folder: Path) -> str:
     """Return what the processes of the script have told, in lines."""
-    number, told = seen_by(folder)
-    if not told:
+    number, report = seen_by(folder)
+    if not report:
         reached = [name for name in ("torch", "python") if (folder / name).exists()]
         return f"nothing was seen: {NOT_SEEN[(reached or [''])[0]]}"
-    lines = [f"{number} processes made steps; this is process {told['pid']}"] if number > 1 else []
-    if "error" in told:
-        lines.append(f"the watch has ended early: {told['error']}")
-    if "step_ms" not in told:
+    lines = [f"{number} processes made steps; this is process {report['pid']}"] if number > 1 else []
+    if "error" in report:
+        lines.append(f"the watch has ended early: {report['error']}")
+    if "step_ms" not in report:
         return "\n".join([*lines, f"fewer than {NEEDED} steps were made: ten, then twenty that are looked at"])
-    lines += [f"a step is a call of step() of {told['optimizer']}", *_calls(told), _pace(told)]
-    return "\n".join([*lines, *_reads(told), *_shapes(told)])
+    lines.append(f"a step is a call of step() of {report['optimizer']}")
+    lines += [f"  in it are {count:g} calls of {name}" for name, count in report["num_calls"].items()]
+    lines += [_pace(report), *_reads(report)]
+    for name, shapes in report.get("shapes", {}).items():
+        if len(shapes) > 1:
+            kinds = "; ".join(" ".join(str(list(shape)) for shape in input_shapes) for input_shapes in shapes)
+            lines.append(f"the inputs of {name} change their shapes, each of which needs a graph: {kinds}")
+    return "\n".join(lines)
 
 
-def _calls(told):
-    for name, number in told["num_calls"].items():
-        yield f"  in it are {number:g} calls of {name}"
-
-
-def _pace(told) -> str:
-    step_ms, busy_ms = told["step_ms"], told.get("busy_ms")
+def _pace(report) -> str:
+    step_ms, busy_ms = report["step_ms"], report.get("busy_ms")
     text = f"step {step_ms:.4g} ms"
-    if not told["on_gpu"]:
+    if not report["on_gpu"]:
         return f"{text}; the busy time, and with it the most that a graph can gain, needs a GPU"
     if not busy_ms:
         return f"{text}; the GPU's busy time was not seen"
     text += f", the GPU is busy for {busy_ms:.4g} ms of it: "
     ceiling = step_ms / busy_ms
     text += f"a graph can gain {ceiling:.2f}x at most" if ceiling >= LEAST_GAIN else "a graph has little to remove"
-    share = told.get("graph_share") or 0.0
+    share = report.get("graph_share") or 0.0
     return text + (f"; graphs launch {100 * share:.0f} % of its kernels already" if share > 0 else "")
 
 
-def _reads(told):
-    if "reads" not in told:
-        return [] if "error" in told else [f"reads on the host were not looked at in fewer than {NEEDED} steps"]
-    if not told["reads"]:
+def _reads(report):
+    if "reads" not in report:
+        return [] if "error" in report else [f"reads on the host were not looked at in fewer than {NEEDED} steps"]
+    if not report["reads"]:
         return ["reads on the host: none"]
-    lines = [f"  {line}: {name}, {number:g} in a step" for line, name, number in told["reads"]]
+    lines = [f"  {line}: {name}, {number:g} in a step" for line, name, number in report["reads"]]
     return ["reads on the host, which no graph can hold:", *lines]
-
-
-def _shapes(told):
-    for name, shapes in told.get("shapes", {}).items():
-        if len(shapes) > 1:
-            kinds = "; ".join(" ".join(str(list(shape)) for shape in own) for own in shapes)
-            yield f"the inputs of {name} change their shapes, each of which needs a graph: {kinds}"
 
 
 def as_json(folder: Path, status: int, text: str) -> dict:
     """Return what was seen for programs: times in ms, "at_most" their quotient; what was not seen is missing."""
-    number, told = seen_by(folder)
-    found = {"status": status, "text": text, "processes": number}
-    found |= {name: told[name] for name in KEPT if name in told}
-    if told.get("busy_ms"):
-        found["at_most"] = told["step_ms"] / told["busy_ms"]
+    number, report = seen_by(folder)
+    answer = {"status": status, "text": text, "processes": number}
+    answer |= {name: report[name] for name in KEPT if name in report}
+    if report.get("busy_ms"):
+        answer["at_most"] = report["step_ms"] / report["busy_ms"]
     names = ("line", "call", "in_a_step")
-    return found | {"reads": [dict(zip(names, each, strict=True)) for each in told.get("reads", [])]}
+    return answer | {"reads": [dict(zip(names, read, strict=True)) for read in report.get("reads", [])]}
 
 
 def main(argv=None) -> int:
     """Run the program; return its exit status."""
-    own, words = command.split_flags(argv)
+    arguments, words = command.split_flags(argv)
     parser = command.parser_of("watch", "What could a graph gain in a script?", "The script's command follows --.")
     parser.add_argument("--json", action="store_true", help="print what was seen as JSON, and all else on stderr")
-    args = parser.parse_args(own)
+    args = parser.parse_args(arguments)
     if not words:
         parser.error("takes a command behind --, as in -- python train.py")
 

@@ -38,6 +38,7 @@ def describe_environment(device, world_size) -> dict:
     variables are the environment variables that change what CUDA, NCCL, PyTorch, Transformer Engine or Triton do.
     """
     in_job = "SLURM_JOB_ID" in os.environ
+    cpu = re.search(r"^model name\s*:\s*(.+)$", read_text("/proc/cpuinfo") or "", re.MULTILINE)
     return dict.fromkeys(_OF_GPU) | {
         "num_gpus": 0,
         "world_size": world_size,
@@ -48,7 +49,7 @@ def describe_environment(device, world_size) -> dict:
         "dali": _version("nvidia-dali-cuda130"),
         "python": platform.python_version(),
         "host": hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12],
-        "cpu": f"{_cpu_model()}, {os.cpu_count()} cores",
+        "cpu": f"{cpu.group(1).strip() if cpu else platform.machine()}, {os.cpu_count()} cores",
         "slurm": {key: os.environ[name] for key, name in _SLURM.items() if in_job and name in os.environ},
         # Of absolute paths the last name: a published file names no folder of a machine.
         "variables": {name: without_folders(os.environ[name]) for name in sorted(os.environ) if _VARIABLES.match(name)},
@@ -105,11 +106,6 @@ def _version(distribution):
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_model():
-    found = re.search(r"^model name\s*:\s*(.+)$", read_text("/proc/cpuinfo") or "", re.MULTILINE)
-    return found.group(1).strip() if found else platform.machine()
 
 
 def nvidia_smi(*words: str) -> str | None:

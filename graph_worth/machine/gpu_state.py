@@ -87,14 +87,14 @@ class GpuSampler:
 
     def state(self, t0: float, t1: float) -> dict | None:
         """Medians "sm_mhz" and "power_w" over t0 <= time.monotonic() <= t1, and "throttle"; None without a sample."""
-        found = [sample for sample in self.samples() if t0 <= sample.time_s <= t1]
-        if not found:
+        samples = [sample for sample in self.samples() if t0 <= sample.time_s <= t1]
+        if not samples:
             return None
-        powers, bits = [sample.power_w for sample in found if sample.power_w is not None], 0
-        for sample in found:
+        powers, bits = [sample.power_w for sample in samples if sample.power_w is not None], 0
+        for sample in samples:
             bits |= sample.reasons
         return {
-            "sm_mhz": statistics.median(sample.sm_mhz for sample in found),
+            "sm_mhz": statistics.median(sample.sm_mhz for sample in samples),
             "power_w": statistics.median(powers) if powers else None,
             "throttle": [name for bit, name in THROTTLE_REASONS.items() if bits & bit],
         }

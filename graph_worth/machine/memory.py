@@ -23,10 +23,10 @@ def require_batch(batch: int, need_bytes: int, device: torch.device) -> None:
 
 def explain_oom(error: Exception, device: torch.device) -> str:
     """One line with the bytes asked for and the bytes free, from torch's out-of-memory error."""
-    asked = re.search(r"allocate ([\d.]+ (?:[KMG]iB|bytes))", str(error))
+    requested = re.search(r"allocate ([\d.]+ (?:[KMG]iB|bytes))", str(error))
     free = re.search(r"of which ([\d.]+ (?:[KMG]iB|bytes)) is free", str(error))
-    if asked and free:
-        return f"out of memory: asked for {asked[1]}, {free[1]} free"
+    if requested and free:
+        return f"out of memory: asked for {requested[1]}, {free[1]} free"
     left = free_bytes(device)
     tail = f", {left / 2**30:.2f} GiB free" if left is not None else ""
     return f"out of memory: {(str(error) or type(error).__name__).splitlines()[0][:200]}{tail}"
@@ -46,10 +46,8 @@ def noted(facts: dict[str, dict[str, int]]) -> Iterator[None]:
     yield
     facts["after"] = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
     peak, before = facts.setdefault("peak", {}), facts["before"]
-    for name, now in (
-        ("allocated", torch.cuda.max_memory_allocated()),
-        ("reserved", torch.cuda.max_memory_reserved()),
-    ):
+    peaks = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    for name, now in peaks.items():
         peak[name] = max(peak.get(name, before[name]), now)
 
 

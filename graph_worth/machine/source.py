@@ -43,7 +43,7 @@ def _may_hold_code(folder):
 
 def code_files(root: Path = CODE) -> list[str]:
     """Paths of all code below `root`, relative to it, sorted. Linked folders and virtual environments are left out."""
-    found = []
+    paths = []
     for folder, folders, names in os.walk(root):
         prefix = Path(folder).relative_to(root).as_posix()
         prefix = "" if prefix == "." else prefix + "/"
@@ -51,8 +51,8 @@ def code_files(root: Path = CODE) -> list[str]:
             folders.clear()
             continue
         folders[:] = [name for name in folders if _may_hold_code(name) and (prefix or name not in TOP_FOLDERS_LEFT_OUT)]
-        found += [prefix + name for name in names if is_code(prefix + name)]
-    return sorted(found)
+        paths += [prefix + name for name in names if is_code(prefix + name)]
+    return sorted(paths)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class Watched:
     def __init__(self, named_state, device: torch.device):
         self.device = device
         tensors = [tensor.detach() for _, tensor in named_state if tensor.is_floating_point()]
-        tensors = [each for each in tensors if each.numel() >= LEAST_ELEMENTS and each.device.type == device.type]
+        tensors = [t for t in tensors if t.numel() >= LEAST_ELEMENTS and t.device.type == device.type]
         count = min(NUM_TENSORS, len(tensors))
         self._views = [_few(tensors[index * len(tensors) // count]) for index in range(count)]
 
@@ -74,7 +74,7 @@ class Watched:
 def _few(tensor):
     """Evenly spaced elements of a tensor in memory order; of one with gaps, of its last dimension."""
     formats = [torch.contiguous_format] + [torch.channels_last] * (tensor.dim() == 4)
-    if not any(tensor.is_contiguous(memory_format=each) for each in formats):
+    if not any(tensor.is_contiguous(memory_format=memory_format) for memory_format in formats):
         tensor = tensor[(0,) * (tensor.dim() - 1)]
         return tensor[:: max(1, tensor.numel() // NUM_ELEMENTS)][:NUM_ELEMENTS]
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
@@ -88,11 +88,11 @@ def scale_state(named_state, seed: int) -> None:
     one name, so one factor.
     """
     for name, tensor in named_state:
-        own = tensor.detach()
+        detached = tensor.detach()
         # DTensors and quantized tensors stay as they are.
-        if type(own) is torch.Tensor and own.dtype in SCALED_DTYPES and own.numel() >= LEAST_ELEMENTS:
+        if type(detached) is torch.Tensor and detached.dtype in SCALED_DTYPES and detached.numel() >= LEAST_ELEMENTS:
             draw = random.Random(f"{seed} {name}")
-            own.mul_(1 + draw.choice((-1, 1)) * draw.uniform(*SCALED_BY))
+            detached.mul_(1 + draw.choice((-1, 1)) * draw.uniform(*SCALED_BY))
 
 
 def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
@@ -132,13 +132,13 @@ def run(variant, training, watched: Watched, steps: Steps, tell) -> dict:
         "untimed_steps": steps.untimed,
         "drained_steps": steps.drained,
         "step_ms": [round(ms, 5) for ms in step_ms],
-        "classes": class_numbers([training.batch_class(each) for each in timed]),
+        "classes": class_numbers([training.batch_class(step) for step in timed]),
         "issue_ms": [round(ms, 4) for ms in issue_ms],
         "process": os.getpid(),
         "threads": num_threads(),
         "reserved_bytes": memory.reserved_bytes(device),
         "growth_bytes": growth_bytes,
-        "expected_replays": sum(variant.replays_of(each) for each in timed),
+        "expected_replays": sum(variant.replays_of(step) for step in timed),
         "moved": watched.moved(before, after),
         "reruns": reruns,
     }
@@ -179,15 +179,15 @@ def timed_steps(variant, index, count: int, device: torch.device) -> tuple[list[
             variant.step(next(index))
             event.record()
         torch.cuda.synchronize(device)
-        own = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+        local_ms = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
     else:
         stamps = [time.perf_counter()]
         for _ in range(count):
             variant.step(next(index))
             stamps.append(time.perf_counter())
-        own = [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
-    at_once = list(zip(*of_all_ranks(own), strict=True))
-    return [max(each) for each in at_once], [min(each) for each in at_once]
+        local_ms = [(b - a) * 1e3 for a, b in itertools.pairwise(stamps)]
+    at_once = list(zip(*of_all_ranks(local_ms), strict=True))
+    return [max(times) for times in at_once], [min(times) for times in at_once]
 
 
 def issue_ms_of(variant, index: int, device: torch.device) -> float | None:
@@ -249,7 +249,7 @@ def _afterwards(training, watched, after, steps, device):
         late_s = time.perf_counter() - start
     changed = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, watched.values(), strict=True))
     count = len(losses)
-    chosen = sorted({round(each * (count - 1) / (NUM_LOSSES - 1)) for each in range(NUM_LOSSES)}) if count else []
+    chosen = sorted({round(number * (count - 1) / (NUM_LOSSES - 1)) for number in range(NUM_LOSSES)}) if count else []
     return {
         "losses": [finite(losses[index]) for index in chosen],
         "finite": not fault and all(math.isfinite(loss) for loss in losses),

@@ -42,7 +42,7 @@ def operators() -> dict[str, Any]:
     """Return torch's operators by name, as in linalg.svd; a variant of one is called name.variant."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    for module in [each for name, each in sys.modules.items() if name.startswith("torch.testing._internal")]:
+    for module in [loaded for name, loaded in sys.modules.items() if name.startswith("torch.testing._internal")]:
         if hasattr(module, "wrapper_set_seed"):
             # It seeds the generator before each call, which no capture allows.
             setattr(module, "wrapper_set_seed", lambda op, *args, **kwargs: op(*args, **kwargs))  # noqa: B010
@@ -69,21 +69,21 @@ def survey(names: list[str], device: torch.device) -> Iterator[dict]:
 
 def of_operator(op, device: torch.device, is_backward: bool) -> tuple[str, str]:
     """Return the worst outcome over the samples of an operator, and why."""
-    found = []
+    results = []
     try:
-        for first, other in _samples(op, device, is_backward):
-            found.append(_of_sample(op, first, other, device, is_backward))
+        for first, second in _samples(op, device, is_backward):
+            results.append(_of_sample(op, first, second, device, is_backward))
     except Exception as error:
-        found.append((NOT_TRIED, _line(error)))
-    outcome, why = min(found, key=lambda each: OUTCOMES.index(each[0]), default=(NOT_TRIED, "no sample"))
-    number = sum(each[0] == outcome for each in found)
-    return outcome, f"{number} of {len(found)} samples: {why}" if outcome in (REFUSED, WRONG) else why
+        results.append((NOT_TRIED, _line(error)))
+    outcome, why = min(results, key=lambda result: OUTCOMES.index(result[0]), default=(NOT_TRIED, "no sample"))
+    number = sum(result[0] == outcome for result in results)
+    return outcome, f"{number} of {len(results)} samples: {why}" if outcome in (REFUSED, WRONG) else why
 
 
 def _samples(op, device, is_backward):
     """Pairs of samples that differ in their values alone."""
     able = op.supported_backward_dtypes(device.type) if is_backward else op.supported_dtypes(device.type)
-    dtype = next((each for each in DTYPES if each in able), None)
+    dtype = next((candidate for candidate in DTYPES if candidate in able), None)
     if dtype is None:
         raise NotTried("no dtype")
     draws = []
@@ -98,8 +98,8 @@ def _leaves(sample):
     return tree_flatten((sample.input, sample.args, sample.kwargs))
 
 
-def _is_alike(one, other):
-    (leaves, spec), (others, other_spec) = one, other
+def _is_alike(first, second):
+    (leaves, spec), (others, other_spec) = first, second
     return spec == other_spec and all(
         (a.shape, a.dtype, a.layout) == (b.shape, b.dtype, b.layout)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
@@ -108,21 +108,24 @@ def _is_alike(one, other):
     )
 
 
-def _of_sample(op, first, other, device, is_backward) -> tuple[str, str]:
-    inputs, others = ([leaf for leaf in _leaves(each)[0] if isinstance(leaf, torch.Tensor)] for each in (first, other))
-    if any(each.layout != torch.strided for each in inputs):
+def _of_sample(op, first, second, device, is_backward) -> tuple[str, str]:
+    inputs, others = (list(filter(torch.is_tensor, _leaves(sample)[0])) for sample in (first, second))
+    if any(tensor.layout != torch.strided for tensor in inputs):
         raise NotTried("sparse input")
     run = functools.partial(_call, op, first, is_backward)
     # Eager twice on the other values: what differs there is random, or nothing has written it.
-    expected, again = (_copies(_call(op, other, is_backward)) for _ in range(2))
+    expected, again = (_copies(_call(op, second, is_backward)) for _ in range(2))
     is_random = _difference(expected, again) is not None
     run()
     pool = Pool(device)
     try:
         graph, results = pool.capture(run, ())
         with torch.no_grad():
-            for own, value in zip(inputs, others, strict=True):
-                _fill(own, value)
+            for target, value in zip(inputs, others, strict=True):
+                strides = zip(target.stride(), target.shape, strict=True)
+                if target.numel() and any(stride == 0 and size > 1 for stride, size in strides):
+                    raise NotTried("an input whose elements share memory")
+                target.copy_(value)
         graph.replay()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -141,28 +144,22 @@ def _call(op, sample, is_backward):
     result = op(sample.input, *sample.args, **sample.kwargs)
     if not is_backward:
         return _results(result)
-    outputs = [each for each in _results(sample.output_process_fn_grad(result)) if isinstance(each, torch.Tensor)]
-    outputs = [each for each in outputs if each.requires_grad]
-    inputs = [each for each in _leaves(sample)[0] if isinstance(each, torch.Tensor) and each.requires_grad]
+    outputs = [output for output in _results(sample.output_process_fn_grad(result)) if isinstance(output, torch.Tensor)]
+    outputs = [output for output in outputs if output.requires_grad]
+    inputs = [leaf for leaf in _leaves(sample)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if not outputs or not inputs:
         raise NotTried("no gradient")
-    ones = [torch.ones_like(each) for each in outputs]
-    return [each for each in torch.autograd.grad(outputs, inputs, ones, allow_unused=True) if each is not None]
+    ones = [torch.ones_like(output) for output in outputs]
+    return _results(torch.autograd.grad(outputs, inputs, ones, allow_unused=True))
 
 
 def _results(result):
-    return [each for each in tree_flatten(result)[0] if each is not None]
+    return [leaf for leaf in tree_flatten(result)[0] if leaf is not None]
 
 
 def _copies(results):
     """Copies, since an operator in place returns its input."""
-    return [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in results]
-
-
-def _fill(own: torch.Tensor, value: torch.Tensor) -> None:
-    if own.numel() and any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):
-        raise NotTried("an input whose elements share memory")
-    own.copy_(value)
+    return [result.detach().clone() if isinstance(result, torch.Tensor) else result for result in results]
 
 
 def _difference(expected, results) -> str | None:
@@ -217,8 +214,8 @@ def main() -> None:
     device = torch.device(parser.parse_args().device)
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())
-    for found in survey(sys.stdin.read().split("\n"), device):
-        print(json.dumps(found), flush=True)
+    for row in survey(sys.stdin.read().split("\n"), device):
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

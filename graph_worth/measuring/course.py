@@ -70,7 +70,7 @@ class Course:
 
 def course(training, step: Callable[[int], None], count: int, **looks) -> Course:
     """Train from the start; step(index) trains on a batch. looks: of `Course`."""
-    made = Course(training, **looks)
-    for index in made.steps(count):
+    record = Course(training, **looks)
+    for index in record.steps(count):
         step(index)
-    return made
+    return record

@@ -69,7 +69,10 @@ class _Beside(operator_count.Counter):
 
     def counts(self, function) -> bool:
         """Return whether this call counts: not of a view or of empty memory, which are no nodes either."""
-        return self.depth > 0 and not self.is_paused and not _makes_no_node(function)
+        if self.depth <= 0 or self.is_paused or function._schema.name in ALLOCATIONS:
+            return False
+        aliases = [result.alias_info for result in function._schema.returns]
+        return all(alias is None or alias.is_write for alias in aliases)
 
     @contextlib.contextmanager
     def section(self, name: str):
@@ -91,13 +94,6 @@ class _Beside(operator_count.Counter):
                 self.is_paused = False
 
         return run
-
-
-def _makes_no_node(function):
-    if function._schema.name in ALLOCATIONS:
-        return True
-    aliases = [result.alias_info for result in function._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _operators(step, regions) -> float:

@@ -31,8 +31,8 @@ def of_step(step: Callable[[], None], reset: Callable[[], None]) -> tuple[float,
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        said = (str(error).strip() or "nothing").splitlines()[0][:200]
-        return 0.0, [f"FLOP not counted: under torch's counter the step raised {type(error).__name__}: {said}"]
+        message = (str(error).strip() or "nothing").splitlines()[0][:200]
+        return 0.0, [f"FLOP not counted: under torch's counter the step raised {type(error).__name__}: {message}"]
     finally:
         reset()
     names = sorted(unknown.names)

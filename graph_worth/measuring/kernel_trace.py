@@ -47,14 +47,14 @@ def profile(run_steps, num_steps: int, num_heat_steps: int) -> Profile:
     run_steps(n) issues n steps. num_heat_steps of them, two at least, are not in the profile: power and clock are to be
     those of timed steps, and a GPU that rested while the profiler was prepared runs faster for a while.
     """
-    found = Profile()
-    with contextlib.closing(profiled(found, num_steps, num_heat_steps)) as steps:
+    gpu_profile = Profile()
+    with contextlib.closing(profiled(gpu_profile, num_steps, num_heat_steps)) as steps:
         for _ in steps:
             run_steps(1)
-    return found
+    return gpu_profile
 
 
-def profiled(found: Profile, num_steps: int, num_heat_steps: int) -> Generator[None]:
+def profiled(gpu_profile: Profile, num_steps: int, num_heat_steps: int) -> Generator[None]:
     """Fill a profile, see `profile`; whoever iterates makes a step at each turn."""
     import torch
 
@@ -70,18 +70,18 @@ def profiled(found: Profile, num_steps: int, num_heat_steps: int) -> Generator[N
     try:
         torch.cuda.synchronize()
         synced_ns = time.time_ns()
-        found.start_s = time.monotonic()
+        gpu_profile.start_s = time.monotonic()
         for _ in range(num_steps - 1):
             yield
         torch.cuda.current_stream().query()
         yield
         torch.cuda.synchronize()
-        found.end_s = time.monotonic()
+        gpu_profile.end_s = time.monotonic()
     finally:
         profiler.__exit__(None, None, None)
     results = profiler.kineto_results
     assert results is not None, "the profiler has just ended"
-    found.events = chrome_events(results.events(), synced_ns)
+    gpu_profile.events = chrome_events(results.events(), synced_ns)
 
 
 def chrome_events(events, origin_ns: int) -> list[dict]:
@@ -186,12 +186,12 @@ def facts(events: list[dict], num_steps: int) -> dict:
     span_ms = (max(event["start_us"] + event["duration_us"] for event in work) - start_us) / num_steps / 1e3
     names = "".join(f"{name} {count / num_steps:.6g}\n" for name, count in sorted(kernels.items()))
     largest = sorted(ms.items(), key=lambda item: -item[1])[:5]
-    top = [{"name": name[:100], "num": num[name] / num_steps, "ms": round(own, 4)} for name, own in largest]
+    top = [{"name": name[:100], "num": num[name] / num_steps, "ms": round(took_ms, 4)} for name, took_ms in largest]
     return {
         "busy_ms": round(busy_ms, 4),
         "gap_ms": round(span_ms - busy_ms, 4),
         "overlap_ms": round(sum(ms.values()) - busy_ms, 4),
-        "collective_ms": round(sum(own for name, own in ms.items() if name.startswith("nccl")), 4),
+        "collective_ms": round(sum(duration_ms for name, duration_ms in ms.items() if name.startswith("nccl")), 4),
         "kernels": round(len(work) / num_steps, 2),
         "graph_share": graph_kernel_share(work),
         "graph_time_share": graph_time_share(work),

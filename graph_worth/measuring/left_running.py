@@ -26,8 +26,9 @@ def adopt_orphans() -> None:
 
 def threads() -> set[threading.Thread]:
     """Return Python's threads, but for those of installed packages, which start them when they like, and of pools."""
-    own = [each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)]
-    return {each for each in own if not _is_installed(getattr(each, "_target", None) or type(each).run)}
+    python_threads = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+    codes = [(thread, getattr(thread, "_target", None) or type(thread).run) for thread in python_threads]
+    return {thread for thread, code in codes if not _is_installed(code)}
 
 
 def _is_installed(code) -> bool:
@@ -38,12 +39,12 @@ def _is_installed(code) -> bool:
 
 def processes() -> set[int]:
     """Return the children of this process that run, but for `HELPERS`."""
-    found = set()
+    pids = set()
     for task in Path("/proc/self/task").iterdir():
         # A thread may end meanwhile, and so may a child; some kernels list no children.
         with contextlib.suppress(OSError):
-            found |= {int(word) for word in (task / "children").read_text().split() if _is_running(int(word))}
-    return found
+            pids |= {int(word) for word in (task / "children").read_text().split() if _is_running(int(word))}
+    return pids
 
 
 def _is_running(pid) -> bool:
@@ -73,7 +74,7 @@ class Before:
             thread.join(max(0.0, end_s - time.monotonic()))
         while len(processes()) > len(self._processes) and time.monotonic() < end_s:
             time.sleep(0.01)
-        count, names = len(threads()) - len(self._threads), ", ".join(sorted(each.name for each in new))
+        count, names = len(threads()) - len(self._threads), ", ".join(sorted(thread.name for thread in new))
         if count > 0:
             return f"left {count} threads running: {names}"
         started = sorted(processes() - self._processes)

@@ -39,10 +39,8 @@ def profile(variant, num_steps: int) -> dict:
     with counter:
         for index in range(1, num_steps + 1):
             variant.step(index)
-    replayed = sum(
-        (graph.num_replays - replays) * sum(graph.nodes().values())
-        for graph, replays in zip(graphs, before, strict=True)
-    )
+    pairs = zip(graphs, before, strict=True)
+    replayed = sum((graph.num_replays - replays) * sum(graph.nodes().values()) for graph, replays in pairs)
     return {
         "busy_ms": None,
         "kernels": round(counter.count / num_steps, 2),

@@ -45,8 +45,8 @@ _MODULES = ("linalg.", "fft.", "special.", "masked.", "signal.windows.", "sparse
 def newest(results: Path) -> tuple[Path, dict] | None:
     """The file of the newest torch on a GPU below results/operators, and its content; None without any."""
     files = [(path, json.loads(path.read_text())) for path in sorted((results / "operators").glob("*.json"))]
-    files = [(path, own) for path, own in files if own["gpu"] != "CPU"]
-    return max(files, key=lambda each: (version_of(each[1]["torch"]), each[1]["begin_utc"]), default=None)
+    files = [(path, content) for path, content in files if content["gpu"] != "CPU"]
+    return max(files, key=lambda file: (version_of(file[1]["torch"]), file[1]["begin_utc"]), default=None)
 
 
 def version_of(text: str) -> list[int]:
@@ -78,24 +78,24 @@ class Row:
 @functools.cache
 def rows(results: Path = CODE / "results") -> dict[tuple[str, str], Row]:
     """Return (operator as aten names it, pass) -> row; operators that were not tried have none."""
-    found: dict[tuple[str, str], list[dict]] = {}
+    outcomes_by_pass: dict[tuple[str, str], list[dict]] = {}
     _, file = newest(results) or (None, {"operators": {}})
     for name, passes in file["operators"].items():
-        for kind, own in passes.items():
-            if own["outcome"] in (*AGAINST, *_HELD):
-                found.setdefault((_aten_name(name), kind), []).append(own)
-    return {key: _row(each, file) for key, each in found.items()}
+        for kind, entry in passes.items():
+            if entry["outcome"] in (*AGAINST, *_HELD):
+                outcomes_by_pass.setdefault((_aten_name(name), kind), []).append(entry)
+    return {key: _row(outcomes, file) for key, outcomes in outcomes_by_pass.items()}
 
 
 def _row(outcomes: list[dict], file: dict) -> Row:
-    against = [own for own in outcomes if own["outcome"] in AGAINST]
+    against = [entry for entry in outcomes if entry["outcome"] in AGAINST]
     if not against:
         return Row(is_held=True, is_refused=False)
     outcome, (samples, why) = against[0]["outcome"], meaning_of(against[0]["why"])
     number, _, total = samples.partition(" of ")
-    said = {"crashed": "ends the process", "wrong": f"replays {why}"}.get(outcome, why)
-    said += f" in {samples} samples" if samples else ""
-    text = f"{said}, torch {file['torch']} on {file['gpu']}"
+    words = {"crashed": "ends the process", "wrong": f"replays {why}"}.get(outcome, why)
+    words += f" in {samples} samples" if samples else ""
+    text = f"{words}, torch {file['torch']} on {file['gpu']}"
     return Row(is_held=False, is_refused=against == outcomes and number == total, text=text)
 
 
@@ -118,7 +118,7 @@ def _is_of_this_torch() -> bool:
 
 def instead_of(name: str) -> str:
     """Return a call that a graph holds in the place of an operator, "" where none is known."""
-    return next((call for each, call in INSTEAD.items() if _aten_name(each) == _word(name)), "")
+    return next((call for replaced, call in INSTEAD.items() if _aten_name(replaced) == _word(name)), "")
 
 
 def _word(name: str) -> str:
@@ -130,5 +130,5 @@ def _word(name: str) -> str:
 def _aten_name(name: str) -> str:
     """The name without its variant, as aten has it: max.binary is max, nn.functional.one_hot is one_hot."""
     name = name.removeprefix("nn.functional.").removeprefix("torch.ops.aten.")
-    module = next((each for each in _MODULES if name.startswith(each)), "")
+    module = next((prefix for prefix in _MODULES if name.startswith(prefix)), "")
     return f"{module}{name.removeprefix(module).partition('.')[0]}".replace(".", "_")

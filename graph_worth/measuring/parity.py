@@ -47,54 +47,54 @@ class ParityOfRuns:
         return "no losses" if self.deviation is None else f"{self.deviation:.1e}"
 
 
-def agreement(own, other) -> ParityOfRuns:
+def agreement(course, reference) -> ParityOfRuns:
     """Return how near two courses of a run file are."""
-    pairs = list(zip(own.hashes, other.hashes, strict=False))
+    pairs = list(zip(course.hashes, reference.hashes, strict=False))
     first = next((index for index, (a, b) in enumerate(pairs) if a != b), 0)
-    is_bitwise = own.hashes == other.hashes and len(own.hashes) > 0
-    return ParityOfRuns(is_bitwise, loss_deviation(own.losses, other.losses), first)
+    is_bitwise = course.hashes == reference.hashes and len(course.hashes) > 0
+    return ParityOfRuns(is_bitwise, loss_deviation(course.losses, reference.losses), first)
 
 
-def loss_deviation(own: Sequence[float | None], other: Sequence[float | None]) -> float | None:
+def loss_deviation(losses: Sequence[float | None], reference: Sequence[float | None]) -> float | None:
     """Return the largest relative difference of two rows of losses; None where they cannot be compared."""
-    pairs = [(a, b) for a, b in zip(own, other, strict=False) if a is not None and b is not None]
-    if not len(own) == len(other) == len(pairs):
+    pairs = [(a, b) for a, b in zip(losses, reference, strict=False) if a is not None and b is not None]
+    if not len(losses) == len(reference) == len(pairs):
         return None
     return max((_loss_difference(*pair) for pair in pairs), default=0.0)
 
 
-def first_loss(own: Sequence[float], reference: Sequence[float], allowed: float) -> int | None:
+def first_loss(losses: Sequence[float], reference: Sequence[float], allowed: float) -> int | None:
     """Return the first step whose losses differ by more than is allowed, relative to the reference's."""
-    pairs = enumerate(zip(own, reference, strict=True))
+    pairs = enumerate(zip(losses, reference, strict=True))
     return next((index for index, pair in pairs if _loss_difference(*pair) > allowed), None)
 
 
-def scatter(one, other) -> float:
+def scatter(first, second) -> float:
     """Return the largest difference of the copies of two courses, relative to each tensor's largest value."""
-    states = zip(one.copies.values(), other.copies.values(), strict=True)
+    states = zip(first.copies.values(), second.copies.values(), strict=True)
     return max((_tensor_difference(a, b) for x, y in states for a, b in zip(x, y, strict=True)), default=0.0)
 
 
-def difference(eager, again, other) -> str:
+def difference(eager, again, course) -> str:
     """Return the first step and tensor, or loss, by which a course leaves two eager ones, in words, or "".
 
     It has to differ by more than these two do. They are of `graph_worth.measuring.course`.
     """
     allowed = max(SCATTER_FACTOR * scatter(eager, again), _ROUNDING)
-    parted = first_loss(other.losses, eager.losses, max(allowed, _LOSS_ROUNDING))
+    parted = first_loss(course.losses, eager.losses, max(allowed, _LOSS_ROUNDING))
     for index, loss in enumerate(eager.losses):
-        tensors = zip(eager.names, eager.copies.get(index, ()), other.copies.get(index, ()), strict=False)
+        tensors = zip(eager.names, eager.copies.get(index, ()), course.copies.get(index, ()), strict=False)
         for name, a, b in tensors:
             share = _tensor_difference(a, b)
             if share > allowed:
                 return f"{name} differs from eager's after step {index}, by {share:.1e} of its largest value"
         if index == parted:
-            return f"the loss of step {index} is {other.losses[index]:.7g}, eager's {loss:.7g}"
+            return f"the loss of step {index} is {course.losses[index]:.7g}, eager's {loss:.7g}"
     return ""
 
 
-def _loss_difference(own: float, reference: float) -> float:
-    share = 0.0 if own == reference else abs(own - reference) / max(abs(reference), 1e-30)
+def _loss_difference(loss: float, reference: float) -> float:
+    share = 0.0 if loss == reference else abs(loss - reference) / max(abs(reference), 1e-30)
     return math.inf if math.isnan(share) else share
 
 

@@ -113,13 +113,13 @@ class Worker:
             facts = getattr(self, f"do_{command['do']}")(command)
             self.ranks.agree()
             changed, moved = _changes(self.flags, _settings()), self._moved()
-            found = {
+            faults = {
                 "changed_settings": changed and f"left torch changed: {changed}",
                 "moved_state": moved and f"moved the training state: {moved}",
                 "error": self._outlived(command, before),
             }
-            for rank, own in enumerate(of_all_ranks(found)):
-                for kind, reason in own.items():
+            for rank, rank_faults in enumerate(of_all_ranks(faults)):
+                for kind, reason in rank_faults.items():
                     if reason:
                         where = f"rank {rank}: " if self.world_size > 1 else ""
                         self.say({"say": "failed", "kind": kind, "reason": f"{where}{reason}", "fatal": True})
@@ -177,10 +177,10 @@ class Worker:
             self.pool = shared_memory.share()
         with torch_settings.deterministic_kernels() if command.get("parity") else contextlib.nullcontext():
             try:
-                self.training = own = self.model.build()
+                self.training = training = self.model.build()
             except variants.Refused as error:
                 raise variants.Unsupported(str(error)) from error
-        named: Any = own.named_state
+        named: Any = training.named_state
         self.watched = block.Watched(named(), self.device)
         host = describe_host(self.device)
         if self.device.type == "cuda":
@@ -192,16 +192,16 @@ class Worker:
         return {
             "build_s": round(time.monotonic() - start, 3),
             "host": host | (pace_of_host() if command.get("pace") else {}),
-            "gpus": [gpu for own in of_all_ranks(host["gpus"]) for gpu in own],
+            "gpus": [gpu for gpus in of_all_ranks(host["gpus"]) for gpu in gpus],
             "config": {key: value for key, value in vars(config).items() if _is_plain(value)},
-            "card": list(own.card),
-            "notes": list(own.notes),
-            "flops_per_step": own.flops,
-            "flops_convention": own.flops_convention,
-            "flops_notes": list(own.flops_notes),
-            "items_per_step": own.items,
-            "unit": own.unit,
-            "period": block.period_of(own.batch_class),
+            "card": list(training.card),
+            "notes": list(training.notes),
+            "flops_per_step": training.flops,
+            "flops_convention": training.flops_convention,
+            "flops_notes": list(training.flops_notes),
+            "items_per_step": training.items,
+            "unit": training.unit,
+            "period": block.period_of(training.batch_class),
             "least_steps": getattr(config, "min_steps", 0),
             "free_bytes": memory.free_bytes(self.device),
         }
@@ -296,11 +296,11 @@ class Worker:
         with self._entered(name, self.kept[name]):
             self.training.reset()
             step_ms, _ = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
-        found = block.peak(self.device)
-        if found:
-            found["steps_reserved_bytes"] = found["peak_reserved_bytes"]
-            found["peak_reserved_bytes"] = max(capture, found["peak_reserved_bytes"])
-        return {"step_ms": [round(ms, 5) for ms in step_ms], **found}
+        peaks = block.peak(self.device)
+        if peaks:
+            peaks["steps_reserved_bytes"] = peaks["peak_reserved_bytes"]
+            peaks["peak_reserved_bytes"] = max(capture, peaks["peak_reserved_bytes"])
+        return {"step_ms": [round(ms, 5) for ms in step_ms], **peaks}
 
     # --- parts
 
@@ -313,22 +313,22 @@ class Worker:
         self.ranks.note_steps_of(variant)
         variants.synchronize()
         self._settle_memory()
-        own: Capture = variant.capture
+        capture: Capture = variant.capture
         graphs, replays = self.model.promises(name)
         return variant, {
-            "strategy": own.strategy,
-            "graphs": sum(len(pool.graphs) for pool in own.pools),
+            "strategy": capture.strategy,
+            "graphs": sum(len(pool.graphs) for pool in capture.pools),
             "promised_graphs": graphs,
             "promised_replays": replays,
             "made_s": round(time.monotonic() - start, 3),
-            "warmup_s": round(own.warmup_s, 3),
-            "compile_s": round(own.compile_s, 3),
-            "capture_s": round(own.capture_s, 3),
+            "warmup_s": round(capture.warmup_s, 3),
+            "compile_s": round(capture.compile_s, 3),
+            "capture_s": round(capture.capture_s, 3),
             "bytes_added": memory.reserved_bytes(self.device) - reserved,
-            "pool_bytes": sum(pool.bytes() for pool in own.pools),
-            "memory": own.memory,
+            "pool_bytes": sum(pool.bytes() for pool in capture.pools),
+            "memory": capture.memory,
             "threads_added": block.num_threads() - threads,
-            **({"report": own.report} if own.report else {}),
+            **({"report": capture.report} if capture.report else {}),
         }
 
     def _course(self, variant, first, count, every_step, seconds=None):

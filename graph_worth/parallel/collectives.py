@@ -100,23 +100,23 @@ def reduce_scatter_mean_(flat, group="") -> None:
     process_group = _resolve(group)
     if process_group is None:
         return
-    own = _part(flat, process_group)
+    part = _part(flat, process_group)
     if _averages(process_group):
-        dist.reduce_scatter_tensor(own, flat, dist.ReduceOp.AVG, group=process_group)
+        dist.reduce_scatter_tensor(part, flat, dist.ReduceOp.AVG, group=process_group)
         return
     # gloo cannot reduce into a part of its input.
-    result = torch.empty_like(own)
+    result = torch.empty_like(part)
     dist.reduce_scatter_tensor(result, flat, dist.ReduceOp.SUM, group=process_group)
-    torch.div(result, process_group.size(), out=own)
+    torch.div(result, process_group.size(), out=part)
 
 
-@_operator("reduce_scatter_sum_(Tensor(a!) own, Tensor whole, str group='') -> ()")
-def reduce_scatter_sum_(own, whole, group="") -> None:
-    """Fill `own` with this rank's part of the sum of `whole` over the ranks of `group`.
+@_operator("reduce_scatter_sum_(Tensor(a!) part, Tensor whole, str group='') -> ()")
+def reduce_scatter_sum_(part, whole, group="") -> None:
+    """Fill `part` with this rank's part of the sum of `whole` over the ranks of `group`.
 
-    whole: contiguous [n, ...]; own: contiguous [n / ranks, ...], rank r's rows from r n / ranks on.
+    whole: contiguous [n, ...]; part: contiguous [n / ranks, ...], rank r's rows from r n / ranks on.
     """
-    _fill(own, whole, group, dist.reduce_scatter_tensor)
+    _fill(part, whole, group, dist.reduce_scatter_tensor)
 
 
 @_operator("all_gather_(Tensor(a!) flat, str group='') -> ()")
@@ -125,15 +125,15 @@ def all_gather_(flat, group="") -> None:
     process_group = _resolve(group)
     if process_group is None:
         return
-    own = _part(flat, process_group)
+    part = _part(flat, process_group)
     in_place = dist.get_backend(process_group) == "nccl"
-    dist.all_gather_into_tensor(flat, own if in_place else own.clone(), group=process_group)
+    dist.all_gather_into_tensor(flat, part if in_place else part.clone(), group=process_group)
 
 
-@_operator("all_gather_into_(Tensor(a!) whole, Tensor own, str group='') -> ()")
-def all_gather_into_(whole, own, group="") -> None:
-    """Fill `whole` [n, ...] with the `own` [n / ranks, ...] of all ranks, in their order; both are contiguous."""
-    _fill(whole, own, group, dist.all_gather_into_tensor)
+@_operator("all_gather_into_(Tensor(a!) whole, Tensor part, str group='') -> ()")
+def all_gather_into_(whole, part, group="") -> None:
+    """Fill `whole` [n, ...] with the `part` [n / ranks, ...] of all ranks, in their order; both are contiguous."""
+    _fill(whole, part, group, dist.all_gather_into_tensor)
 
 
 def _fill(target, source, group, collective):
@@ -208,9 +208,9 @@ def _resolve(group):
         if group or int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("no process group: call collectives.init(device) first, under torchrun --nproc-per-node N")
         return None
-    found = dist.distributed_c10d._resolve_process_group(group) if group else dist.group.WORLD
-    assert found is not None, "torch.distributed is initialised"
-    return found if found.size() > 1 else None
+    process_group = dist.distributed_c10d._resolve_process_group(group) if group else dist.group.WORLD
+    assert process_group is not None, "torch.distributed is initialised"
+    return process_group if process_group.size() > 1 else None
 
 
 def process_group(group=""):

@@ -257,9 +257,6 @@ class Loop:
             self.variant.counted()  # those of the canary are not the run's
         training.reset()
         self.replays = capture.num_replays
-        self._count_steps()
-
-    def _count_steps(self):
         step = self.variant.step
 
         def counted(index):
@@ -287,12 +284,13 @@ class Loop:
         )
 
     def _read_times(self, count):
-        own = [_ms(a, b) for a, b in itertools.pairwise(self._times["stamps"])]
-        step_ms = [max(at_once) for at_once in zip(*of_all_ranks(own), strict=True)]
+        pairs = itertools.pairwise(self._times["stamps"])
+        local_ms = [(b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b) for a, b in pairs]
+        step_ms = [max(at_once) for at_once in zip(*of_all_ranks(local_ms), strict=True)]
         ms, wall_s = round(math.fsum(step_ms) / count, 5), self._times["wall_s"]
         self.result.update(
             ms=ms,
-            step_ms=[round(each, 4) for each in step_ms],
+            step_ms=[round(time_ms, 4) for time_ms in step_ms],
             seconds=round(wall_s, 4),
             batch_classes=len({self.training.batch_class(index) for index in range(count)}),
             items_per_s=self.training.items / ms * 1e3,
@@ -306,7 +304,7 @@ class Loop:
             with self.phase("afterwards"):
                 self._afterwards()
         faults = of_all_ranks(broken_promise(self.result))
-        first = next((rank for rank, own in enumerate(faults) if own), None)
+        first = next((rank for rank, fault in enumerate(faults) if fault), None)
         if first is None:
             self.result["status"] = "pass"
             return
@@ -379,7 +377,3 @@ def _stamp(device):
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _ms(a, b):
-    return (b - a) * 1e3 if isinstance(a, float) else a.elapsed_time(b)

@@ -63,11 +63,11 @@ class Model:
         try:
             ranks = SimpleNamespace(rank=self.rank, world_size=self.world_size, preset=self.options.preset)
             ranks.traits = self.declared[self.options.variant].traits
-            made = self._build(self.config, self.device, ranks)
-            if not isinstance(made, Training):
-                raise ValueError(f"build returned a {type(made).__name__}, not a graph_worth.contract.Training")
-            self.config = made.config or self.config
-            self.training = complete_training(made, self.device)
+            training = self._build(self.config, self.device, ranks)
+            if not isinstance(training, Training):
+                raise ValueError(f"build returned a {type(training).__name__}, not a graph_worth.contract.Training")
+            self.config = training.config or self.config
+            self.training = complete_training(training, self.device)
         except ValueError as error:
             raise Refused(str(error)) from error
         return self.training
@@ -78,11 +78,11 @@ class Model:
         capture = Capture(strategy=declared.help, state=self.training.state, device=self.device)
         if declared.takes_index:
             capture.strategy = "none"
-            made: Any = SimpleNamespace(step=functools.partial(code.code, self.training.state))
+            variant: Any = SimpleNamespace(step=functools.partial(code.code, self.training.state))
             capture.warm_up(code.warm_up)
         else:
-            made = code.code(self.training.state, capture)
-        return complete_variant(made, capture, code.promised(self.config)[1])
+            variant = code.code(self.training.state, capture)
+        return complete_variant(variant, capture, code.promised(self.config)[1])
 
     def promises(self, name: str) -> tuple[int | None, int | None]:
         """(graphs, replays a step) of a variant; None: 1 or more."""
@@ -95,15 +95,15 @@ class Model:
     def _code_of(self, name) -> contract.VariantCode:
         code = self._find(name)
         if code is None:
-            others = ", ".join(each for each in self.declared if self._find(each))
+            others = ", ".join(variant for variant in self.declared if self._find(variant))
             raise Unsupported(f"{name} has no code for these settings; {others} have")
         return code
 
     def _find(self, name):
         for module in self.declared[name].modules:
-            for each in variants_of(importlib.import_module(module)):
-                if each.name == name and (each.when is None or each.when(self.config)):
-                    return each
+            for code in variants_of(importlib.import_module(module)):
+                if code.name == name and (code.when is None or code.when(self.config)):
+                    return code
         return None
 
 
@@ -115,20 +115,15 @@ def complete_training(training: Training, device: torch.device) -> Training:
     if training.reset is None or training.named_state is None:
         from graph_worth.snapshot import Snapshot
 
-        _require_room(training.owned, device)
+        if device.type == "cuda":
+            modules = [item for item in training.owned if isinstance(item, torch.nn.Module)]
+            taken = sum(t.numel() * t.element_size() for module in modules for t in module.state_dict().values())
+            if taken > torch.cuda.mem_get_info(device)[0] / 2:
+                raise ValueError("a copy of the start takes over half of the free memory: Training needs a `reset`")
         snapshot = Snapshot(list(training.owned), device)
         training.reset = training.reset or snapshot.restore
         training.named_state = training.named_state or (lambda: snapshot.tensors)
     return training
-
-
-def _require_room(owned, device):
-    if device.type != "cuda":
-        return
-    modules = [each for each in owned if isinstance(each, torch.nn.Module)]
-    taken = sum(t.numel() * t.element_size() for module in modules for t in module.state_dict().values())
-    if taken > torch.cuda.mem_get_info(device)[0] / 2:
-        raise ValueError("a copy of the start takes over half of the free memory: Training needs a `reset`")
 
 
 @contextlib.contextmanager

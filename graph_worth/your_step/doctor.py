@@ -162,10 +162,8 @@ def _without_mine(state) -> Diagnosis:
         ]
     elif failed and (failed[0].kind == "wrong copy" or levels.isdisjoint((failed[0].level, STOPS))):
         # The findings do not explain it.
-        diagnosis.findings += [
-            failed[0],
-            *(rank_decisions.merged(eager.host_values()) if failed[0].level == WRONG else []),
-        ]
+        diagnosis.findings.append(failed[0])
+        diagnosis.findings += rank_decisions.merged(eager.host_values()) if failed[0].level == WRONG else []
     diagnosis.findings = ordered(diagnosis.findings)
     return diagnosis
 
@@ -176,10 +174,7 @@ def _tried(trial: Trial, findings, *graphs: Graph) -> list[Outcome]:
     on_gpu = trial.state.device.type == "cuda"
     stops = [finding for finding in findings if finding.level == STOPS and (on_gpu or finding.is_hidden)]
     with torch_settings.deterministic_kernels(where_there_are=True):
-        return [
-            trial.of(graph.make, [finding for finding in stops if finding.kind not in graph.outside])
-            for graph in graphs
-        ]
+        return [trial.of(graph.make, [stop for stop in stops if stop.kind not in graph.outside]) for graph in graphs]
 
 
 def of_mine(state: StepState) -> Outcome:

@@ -77,9 +77,8 @@ class GraphedForwardBackward(GraphedStep):
     def __init__(self, state: StepState, capture: Capture):
         if not state.optimizers:
             raise Unsupported("no optimizer was handed over, so nothing says where the backward pass ends")
-        self._parameters = [
-            p for optimizer in state.optimizers for group in optimizer.param_groups for p in group["params"]
-        ]
+        groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+        self._parameters = [parameter for group in groups for parameter in group["params"]]
         super().__init__(state, capture)
 
     def trace(self, static):
@@ -145,9 +144,7 @@ class _Noted(TorchDispatchMode):
         self.uses = ""
         self._addresses = {storage_id(parameter) for parameter in parameters} - {None}
         # Optimizers, schedules and loss scalers.
-        self._stepped = [
-            holder for holder in owned if hasattr(holder, "step") and not isinstance(holder, torch.nn.Module)
-        ]
+        self._stepped = [item for item in owned if hasattr(item, "step") and not isinstance(item, torch.nn.Module)]
         self._patches = contextlib.ExitStack()
 
     def __enter__(self):

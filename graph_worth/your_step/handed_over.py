@@ -61,9 +61,8 @@ def _not_handed_over(eager):
     known = known.union(*(look.homes.union(look.gradients.values(), look.of_optimizers) for look in eager.looks))
     known = known.union(*(watched.exchanged for watched in eager.watched))
     # Put back through load_state_dict, as a loss scaler's.
-    attributes = [
-        attribute for holder in eager.state.owned if hasattr(holder, "__dict__") for attribute in vars(holder).values()
-    ]
+    holders = [item for item in eager.state.owned if hasattr(item, "__dict__")]
+    attributes = [attribute for holder in holders for attribute in vars(holder).values()]
     known |= {storage_id(attribute) for attribute in attributes if isinstance(attribute, torch.Tensor)}
     names = {storage_id(tensor): name for name, tensor in eager.looks[-1].tensors.items()}
     others = host_values.not_handed_over(eager.state.step, eager.state.owned)

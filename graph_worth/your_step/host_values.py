@@ -16,6 +16,7 @@ import torch
 # Longer lists are known by their length.
 MOST_ITEMS = 32
 _PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (list, tuple, set, dict, deque)
 _MODULE_OWN = set(vars(torch.nn.Module())) | {"training"}
 
 
@@ -99,13 +100,11 @@ def _find(step, owned) -> "_Found":
         for path, part in module.named_modules():
             for key, value in vars(part).items():
                 if key not in _MODULE_OWN:
-                    reachable.visit(
-                        f"{path or f'model {index}'}.{key}", value, functools.partial(setattr, part, key), 1
-                    )
+                    name = f"{path or f'model {index}'}.{key}"
+                    reachable.visit(name, value, functools.partial(setattr, part, key), depth=1)
             # Buffers are handed over; which tensor is one may change.
-            reachable.tensors |= {
-                f"{path}.{key}".lstrip("."): value for key, value in part.named_buffers(recurse=False)
-            }
+            for key, value in part.named_buffers(recurse=False):
+                reachable.tensors[f"{path}.{key}".lstrip(".")] = value
     return reachable
 
 
@@ -157,10 +156,7 @@ class _Found:
             self.values[name] = value
             if put is not None:
                 self.puts[name] = put
-        elif isinstance(value, (list, tuple, set, dict, deque)) and type(value).__module__ in (
-            "builtins",
-            "collections",
-        ):
+        elif isinstance(value, _CONTAINERS) and type(value).__module__ in ("builtins", "collections"):
             self.values[f"len({name})"] = len(value)
             if depth and len(value) <= MOST_ITEMS and not isinstance(value, set):
                 items = value.items() if isinstance(value, dict) else enumerate(value)

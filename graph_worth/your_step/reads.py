@@ -64,9 +64,8 @@ def reads_in(threads):
                 opened = [open_record for open_record in opened if open_record.handle() != record.handle()]
             if record.kind() != "push":
                 continue
-            start = max(
-                (at + 1 for at, open_record in enumerate(opened) if open_record.name().startswith(_NODE)), default=0
-            )
+            nodes = [at for at, open_record in enumerate(opened) if open_record.name().startswith(_NODE)]
+            start = nodes[-1] + 1 if nodes else 0
             if record.sequence_nr() >= 0 and not start:
                 makers[record.sequence_nr()] = record.stack(), _module(opened)
             if record.name() in _READS:
@@ -85,11 +84,8 @@ def _hidden(record, before, opened, makers):
     if before:
         engine = next((at for at, frame in enumerate(stack) if "_engine_run_backward" in frame), len(stack))
         is_own = engine > 0  # the backward of a function of the user's, whose Python runs
-        number = (
-            -1
-            if is_own
-            else next((open_record.sequence_nr() for open_record in opened if open_record.sequence_nr() >= 0), -1)
-        )
+        numbers = () if is_own else (open_record.sequence_nr() for open_record in opened)
+        number = next((candidate for candidate in numbers if candidate >= 0), -1)
         node, names = names[: not is_own], names[1:]
     # A name without a namespace is a range of Python's: a module, or the forward of a function of the user's.
     names = node + [name for name in names if "::" in name and name not in _BETWEEN]

@@ -76,7 +76,15 @@ class ScriptWatch:
 
     def _called(self, optimizer, args, kwargs):
         try:
-            self._count(optimizer)
+            self._calls[optimizer] += 1
+            self._told["steps"] = max(self._calls.values())
+            if self._pace is None:
+                self._places.setdefault(optimizer, place_of_call().own)
+                if self._calls.total() == 1:
+                    self._write()
+                self._choose()
+            if optimizer is self._pace:
+                next(self._look)
         except StopIteration:
             self._write()
             self._stop()
@@ -85,26 +93,13 @@ class ScriptWatch:
             self._write()
             self._stop()
 
-    def _count(self, optimizer):
-        self._calls[optimizer] += 1
-        self._told["steps"] = max(self._calls.values())
-        if self._pace is None:
-            self._places.setdefault(optimizer, place_of_call().own)
-            if self._calls.total() == 1:
-                self._write()
-            self._choose()
-        if optimizer is self._pace:
-            next(self._look)
-
     def _choose(self):
         """Choose the optimizer that ends a step: the one called least often, of equals the last."""
         least = min(reversed(self._calls), key=self._calls.__getitem__)
         if self._calls[least] < AFTER and max(self._calls.values()) >= MOST_WAITED:
             # It may never be called again.
-            least = min(
-                (optimizer for optimizer in reversed(self._calls) if self._calls[optimizer] > 1),
-                key=self._calls.__getitem__,
-            )
+            called_again = [optimizer for optimizer in reversed(self._calls) if self._calls[optimizer] > 1]
+            least = min(called_again, key=self._calls.__getitem__)
         elif self._calls[least] < AFTER:
             return
         self._pace, self._told["optimizer"] = least, f"{type(least).__name__} at {self._places[least]}"
@@ -123,10 +118,9 @@ class ScriptWatch:
             yield
         drain()
         self._told["step_ms"] = (time.perf_counter() - start) * 1e3 / TIMED
-        others = (self._calls - before).items()
         self._told["num_calls"] = {
             f"{type(optimizer).__name__} at {self._places.get(optimizer, '?')}": number / TIMED
-            for optimizer, number in others
+            for optimizer, number in (self._calls - before).items()
             if optimizer is not self._pace
         }
         self._told["on_gpu"] = on_gpu
@@ -145,9 +139,7 @@ class ScriptWatch:
                 # A line that waits for the GPU is in the record of a step once.
                 with reads_noted() as record:
                     yield
-                reads.update(
-                    (refused.place.own, refused.name) for refused in record.refused if not refused.place.through
-                )
+                reads.update((call.place.own, call.name) for call in record.refused if not call.place.through)
         self._told["reads"] = [[line, name, number / READ] for (line, name), number in reads.items()]
         self._told["shapes"] = {name: sorted(class_shapes)[:MOST_SHAPES] for name, class_shapes in shapes.items()}
 

@@ -169,13 +169,8 @@ def marked(layers):
 def _layers(modules):
     """The children of lists of layers, else of the modules: few enough that hooks on them cost nothing."""
     lists = (torch.nn.ModuleList, torch.nn.Sequential)
-    inner = [
-        child
-        for module in modules
-        for container in module.modules()
-        if isinstance(container, lists)
-        for child in container
-    ]
+    containers = [part for module in modules for part in module.modules() if isinstance(part, lists)]
+    inner = [child for container in containers for child in container]
     return inner or [child for module in modules for child in module.children()]
 
 

@@ -37,9 +37,8 @@ def _noting_other_kernels():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         yield messages
-    messages += [
-        str(warning.message) for warning in seen if re.match(torch_settings.OTHER_KERNEL, str(warning.message))
-    ]
+    texts = [str(warning.message) for warning in seen]
+    messages += [text for text in texts if re.match(torch_settings.OTHER_KERNEL, text)]
 
 
 def course_of(state: StepState, step: Callable[[int], None]) -> Course:

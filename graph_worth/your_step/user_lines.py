@@ -38,12 +38,8 @@ class Source:
         """Return the last line that sets an item of this constant name, as in group["lr"] = 0.1."""
         targets = [target for node in self._nodes if isinstance(node, ast.Assign) for target in node.targets]
         targets += [node.target for node in self._nodes if isinstance(node, ast.AugAssign)]
-        keys = [
-            (target.lineno, getattr(target.slice, "value", None))
-            for target in targets
-            if isinstance(target, ast.Subscript)
-        ]
-        return max((line for line, target_key in keys if target_key == key), default=None)
+        items = [target for target in targets if isinstance(target, ast.Subscript)]
+        return max((item.lineno for item in items if getattr(item.slice, "value", None) == key), default=None)
 
     def branches(self, name: str) -> list[int]:
         """Return the lines of branches and loops whose condition reads the last part of a name."""

@@ -49,8 +49,8 @@ def files(data: str, split: str) -> list[Path]:
         return [path] if data and split == "train" else []
     for folder in (path, path / "data"):
         for suffix in _READERS:
-            if found := sorted([*folder.glob(f"{split}{suffix}"), *folder.glob(f"{split}-*{suffix}")]):
-                return found
+            if paths := sorted([*folder.glob(f"{split}{suffix}"), *folder.glob(f"{split}-*{suffix}")]):
+                return paths
     if split == "train":
         raise ValueError(f"{FLAG} {printable(data)}: this folder has no train file of {', '.join(_READERS)}")
     return []
@@ -121,16 +121,16 @@ def _row(row, where):
 def _numbers(row, name, where, kinds="iu"):
     """A field as an array [n]. kinds: the dtype kinds of numpy that it may have."""
     try:
-        found = np.asarray(row[name])
+        array = np.asarray(row[name])
     except (ValueError, OverflowError, RecursionError):
-        found = np.empty((0, 0))
-    if found.shape == (0,):
+        array = np.empty((0, 0))
+    if array.shape == (0,):
         raise ValueError(f"{FLAG}: {where} has {name} without an element")
-    is_list = found.ndim == 1 and found.dtype.kind in kinds and np.isfinite(found).all()
-    if not is_list or (kinds == "iu" and not -(2**31) <= found.min() <= found.max() < 2**31):
-        told = "32-bit integers" if kinds == "iu" else "finite numbers"
-        raise ValueError(f"{FLAG}: {where} has {name} that is no list of {told}")
-    return found
+    is_list = array.ndim == 1 and array.dtype.kind in kinds and np.isfinite(array).all()
+    if not is_list or (kinds == "iu" and not -(2**31) <= array.min() <= array.max() < 2**31):
+        expected = "32-bit integers" if kinds == "iu" else "finite numbers"
+        raise ValueError(f"{FLAG}: {where} has {name} that is no list of {expected}")
+    return array
 
 
 def _parquet_rows(path, file):

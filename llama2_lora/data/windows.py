@@ -71,8 +71,8 @@ class Packing:
         return len(self._windows)
 
     def window(self, index: int) -> PackedBatch:
-        s, place = self.config.sequence, self._windows[index]
-        bounds = self._bounds[self._firsts[place] : self._firsts[place + 1] + 1]
+        s, number = self.config.sequence, self._windows[index]
+        bounds = self._bounds[self._firsts[number] : self._firsts[number + 1] + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         tokens, targets, mask = np.zeros(s, np.int64), np.zeros(s, np.int64), np.zeros(s, np.float32)
         tokens[: end - begin] = self.source.tokens[begin:end]
@@ -85,7 +85,7 @@ class Packing:
         cu_seqlens[: len(starts)] = starts
         everywhere = np.arange(s)
         positions = everywhere - cu_seqlens[np.searchsorted(cu_seqlens, everywhere, side="right") - 1]
-        return PackedBatch(*(torch.from_numpy(each) for each in (tokens, targets, mask, cu_seqlens, positions)))
+        return PackedBatch(*(torch.from_numpy(array) for array in (tokens, targets, mask, cu_seqlens, positions)))
 
 
 def _fill_windows(bounds, sequence, most):

@@ -1,8 +1,8 @@
 """Causal attention as two calls, forward and backward, so that a layer may compute q k v again between them.
 
 q [s, heads, dim], k and v [s, kv, dim] are views of one tensor; with --cp there are more keys and values than queries
-(llama2_lora/layers/context.py). inputs: name -> static tensor, as in HandwrittenStack. own, keys: int64, places in the
-window of the queries and of the keys; None: both are all of it. The forward returns the output [s, heads dim] and a
+(llama2_lora/layers/context.py). inputs: name -> static tensor, as in HandwrittenStack. queries, keys: int64, places in
+the window of the queries and of the keys; None: both are all of it. The forward returns the output [s, heads dim] and a
 tuple of other tensors for the backward; the backward returns gradients [heads, s, dim] and [kv, s, dim], strided.
 """
 
@@ -25,23 +25,23 @@ class PlainAttention:
     itself. The backward computes the forward again under autograd.
     """
 
-    def __init__(self, config: Config, inputs, own=None, keys=None):
+    def __init__(self, config: Config, inputs, queries=None, keys=None):
         self.positions = inputs["positions"]
         every = torch.arange(config.sequence, device=self.positions.device)
-        self._own, self._keys = (every if own is None else own)[:, None], every if keys is None else keys
+        self._own, self._keys = (every if queries is None else queries)[:, None], every if keys is None else keys
 
     def _attend(self, *heads_first):
         visible = (self._keys <= self._own) & (self._keys >= self._own - self.positions[:, None])
-        q, k, v = (each[None] for each in heads_first)
+        q, k, v = (tensor[None] for tensor in heads_first)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)[0]
 
     def forward(self, q, k, v):
-        out = self._attend(*(each.float().transpose(0, 1) for each in (q, k, v)))
+        out = self._attend(*(tensor.float().transpose(0, 1) for tensor in (q, k, v)))
         return out.transpose(0, 1).flatten(1).to(q.dtype), ()
 
     def backward(self, grad, q, k, v, out, rest):
         with torch.enable_grad():
-            leaves = [each.detach().float().transpose(0, 1).requires_grad_() for each in (q, k, v)]
+            leaves = [tensor.detach().float().transpose(0, 1).requires_grad_() for tensor in (q, k, v)]
             again = self._attend(*leaves)
         return torch.autograd.grad(again, leaves, grad.view(q.shape).float().transpose(0, 1))
 
@@ -66,7 +66,7 @@ class CudnnAttention:
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, log_sum, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, True
         )
-        return [each[0] for each in grads]
+        return [gradient[0] for gradient in grads]
 
 
 class FlashAttention:
@@ -76,7 +76,7 @@ class FlashAttention:
     cu_seqlens_k: the same of the keys, where they are others. Of a document's queries the last one sees all its keys.
     """
 
-    def __init__(self, config: Config, inputs, own=None, keys=None):
+    def __init__(self, config: Config, inputs, queries=None, keys=None):
         self.config, bounds = config, inputs["cu_seqlens"]
         self._documents = bounds, inputs.get("cu_seqlens_k", bounds), config.tokens, config.sequence
 
@@ -91,7 +91,7 @@ class FlashAttention:
         grads = torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, log_sum, *self._documents, 0.0, True, state, unused
         )
-        return [each.transpose(0, 1) for each in grads]
+        return [gradient.transpose(0, 1) for gradient in grads]
 
 
 def attention_for(config: Config, device):

@@ -75,26 +75,26 @@ def norm(
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    place = tl.program_id(0) * WIDTH + column
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.program_id(0) * WIDTH + column
+    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        value = (value + tl.load(add + place, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + place, value, mask=inside)
+        value = (value + tl.load(add + offset, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + offset, value, mask=inside)
         value = value.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + EPS)
     normed = value * inverse_rms * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     normed = normed.to(x.dtype.element_ty)
     if PLAIN:
-        tl.store(plain + place, normed, mask=inside)
+        tl.store(plain + offset, normed, mask=inside)
     normed = normed.to(tl.float32)
     if OPERAND:
         if RECORD:
             _record(amax, tl.max(tl.abs(normed), 0))
-        tl.store(operand + place, _rounded(normed, tl.load(scale), operand), mask=inside)
+        tl.store(operand + offset, _rounded(normed, tl.load(scale), operand), mask=inside)
     if DROPPED:
-        kept = _is_kept(place, tl.load(step), key, THRESHOLD)
+        kept = _is_kept(offset, tl.load(step), key, THRESHOLD)
         normed = tl.where(kept, normed * KEEP_SCALE, 0.0)
-        tl.store(dropped + place, normed.to(dropped.dtype.element_ty), mask=inside)
+        tl.store(dropped + offset, normed.to(dropped.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -105,25 +105,25 @@ def norm_backward(
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    place = tl.program_id(0) * WIDTH + column
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.program_id(0) * WIDTH + column
+    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + EPS)
     normed = value * inverse_rms
-    d = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
     if THROUGH:
-        kept = _is_kept(place, tl.load(step), key, THRESHOLD)
-        d += tl.where(kept, tl.load(through + place, mask=inside, other=0.0).to(tl.float32) * KEEP_SCALE, 0.0)
+        kept = _is_kept(offset, tl.load(step), key, THRESHOLD)
+        d += tl.where(kept, tl.load(through + offset, mask=inside, other=0.0).to(tl.float32) * KEEP_SCALE, 0.0)
     d = d * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     d = (d - normed * (tl.sum(d * normed, 0) / WIDTH)) * inverse_rms
     if RESIDUAL:
-        d += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        d += tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32)
     d = d.to(out.dtype.element_ty)
-    tl.store(out + place, d, mask=inside)
+    tl.store(out + offset, d, mask=inside)
     if OPERAND:
         d = d.to(tl.float32)
         if RECORD:
             _record(amax, tl.max(tl.abs(d), 0))
-        tl.store(operand + place, _rounded(d, tl.load(scale), operand), mask=inside)
+        tl.store(operand + offset, _rounded(d, tl.load(scale), operand), mask=inside)
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -134,16 +134,16 @@ def quantize(
 ):  # fmt: skip
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    place = tl.program_id(0) * WIDTH + column
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    offset = tl.program_id(0) * WIDTH + column
+    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
     if OPERAND:
         if RECORD:
             _record(amax, tl.max(tl.abs(value), 0))
-        tl.store(operand + place, _rounded(value, tl.load(scale), operand), mask=inside)
+        tl.store(operand + offset, _rounded(value, tl.load(scale), operand), mask=inside)
     if DROPPED:
-        kept = _is_kept(place, tl.load(step), key, THRESHOLD)
+        kept = _is_kept(offset, tl.load(step), key, THRESHOLD)
         value = tl.where(kept, value * KEEP_SCALE, 0.0)
-        tl.store(dropped + place, value.to(dropped.dtype.element_ty), mask=inside)
+        tl.store(dropped + offset, value.to(dropped.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["key"])
@@ -151,13 +151,13 @@ def add_dropout_gradient(
     grad, through, step, key, COUNT: tl.constexpr, BLOCK: tl.constexpr, THRESHOLD: tl.constexpr,
     KEEP_SCALE: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     # A constant, so that loads of 16 bytes need no mask.
-    inside = place < COUNT
-    d = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
-    kept = _is_kept(place, tl.load(step), key, THRESHOLD)
-    d += tl.where(kept, tl.load(through + place, mask=inside, other=0.0).to(tl.float32) * KEEP_SCALE, 0.0)
-    tl.store(grad + place, d.to(grad.dtype.element_ty), mask=inside)
+    inside = offset < COUNT
+    d = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+    kept = _is_kept(offset, tl.load(step), key, THRESHOLD)
+    d += tl.where(kept, tl.load(through + offset, mask=inside, other=0.0).to(tl.float32) * KEEP_SCALE, 0.0)
+    tl.store(grad + offset, d.to(grad.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -166,12 +166,12 @@ def rope(qkv, cos, sin, positions, WIDTH: tl.constexpr, HEADS: tl.constexpr, HAL
     row = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     pair = tl.arange(0, HALF)[None, :]
-    place = qkv + row * WIDTH + head * (2 * HALF) + pair
-    low, high = tl.load(place).to(tl.float32), tl.load(place + HALF).to(tl.float32)
+    pointer = qkv + row * WIDTH + head * (2 * HALF) + pair
+    low, high = tl.load(pointer).to(tl.float32), tl.load(pointer + HALF).to(tl.float32)
     angle = tl.load(positions + row).to(tl.int32) * HALF + pair
     c, s = tl.load(cos + angle), tl.load(sin + angle)
-    tl.store(place, (low * c - high * s).to(qkv.dtype.element_ty))
-    tl.store(place + HALF, (high * c + low * s).to(qkv.dtype.element_ty))
+    tl.store(pointer, (low * c - high * s).to(qkv.dtype.element_ty))
+    tl.store(pointer + HALF, (high * c + low * s).to(qkv.dtype.element_ty))
 
 
 @triton.jit
@@ -204,15 +204,15 @@ def rope_backward(
     s = tl.where(turns, tl.load(sin + angle), 0.0)
     first = (low * c + high * s).to(out.dtype.element_ty)
     second = (high * c - low * s).to(out.dtype.element_ty)
-    place = row * WIDTH + (block * HEADS + head) * (2 * HALF) + pair
-    tl.store(out + place, first)
-    tl.store(out + place + HALF, second)
+    offset = row * WIDTH + (block * HEADS + head) * (2 * HALF) + pair
+    tl.store(out + offset, first)
+    tl.store(out + offset + HALF, second)
     first, second = first.to(tl.float32), second.to(tl.float32)
     if RECORD:
         _record(amax, tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1), 0))
     factor = tl.load(scale)
-    tl.store(operand + place, _rounded(first, factor, operand))
-    tl.store(operand + place + HALF, _rounded(second, factor, operand))
+    tl.store(operand + offset, _rounded(first, factor, operand))
+    tl.store(operand + offset + HALF, _rounded(second, factor, operand))
 
 
 @triton.jit
@@ -223,9 +223,9 @@ def swiglu(
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < FFN
-    place = row * 2 * FFN + column
-    gate = tl.load(fc1 + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(fc1 + place + FFN, mask=inside, other=0.0).to(tl.float32)
+    offset = row * 2 * FFN + column
+    gate = tl.load(fc1 + offset, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(fc1 + offset + FFN, mask=inside, other=0.0).to(tl.float32)
     value = (gate * _sigmoid(gate) * up).to(fc1.dtype.element_ty).to(tl.float32)
     if RECORD:
         _record(amax, tl.max(tl.abs(value), 0))
@@ -234,8 +234,8 @@ def swiglu(
         _record(stored_amax, tl.max(tl.maximum(tl.abs(gate), tl.abs(up)), 0))
     if STORE:
         factor = tl.load(stored_scale)
-        tl.store(stored + place, _rounded(gate, factor, stored), mask=inside)
-        tl.store(stored + place + FFN, _rounded(up, factor, stored), mask=inside)
+        tl.store(stored + offset, _rounded(gate, factor, stored), mask=inside)
+        tl.store(stored + offset + FFN, _rounded(up, factor, stored), mask=inside)
 
 
 @triton.jit
@@ -246,9 +246,9 @@ def swiglu_backward(
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < FFN
-    place = row * 2 * FFN + column
-    gate = tl.load(fc1 + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(fc1 + place + FFN, mask=inside, other=0.0).to(tl.float32)
+    offset = row * 2 * FFN + column
+    gate = tl.load(fc1 + offset, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(fc1 + offset + FFN, mask=inside, other=0.0).to(tl.float32)
     if ROUND:
         factor = tl.load(stored_scale)
         gate = (gate * factor).to(tl.float8e4nv).to(tl.float32)
@@ -264,8 +264,8 @@ def swiglu_backward(
     if RECORD:
         _record(amax, tl.max(tl.maximum(tl.abs(d_gate), tl.abs(d_up)), 0))
     factor = tl.load(scale)
-    tl.store(operand + place, _rounded(d_gate, factor, operand), mask=inside)
-    tl.store(operand + place + FFN, _rounded(d_up, factor, operand), mask=inside)
+    tl.store(operand + offset, _rounded(d_gate, factor, operand), mask=inside)
+    tl.store(operand + offset + FFN, _rounded(d_up, factor, operand), mask=inside)
 
 
 @triton.jit
@@ -301,11 +301,11 @@ def transpose(source, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.c
     """
     row = tl.program_id(1) * TILE + tl.arange(0, TILE)
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    place = source + (4 * row)[:, None] * COLUMNS + column[None, :]
-    a0 = tl.load(place).to(tl.uint32, bitcast=True)
-    a1 = tl.load(place + COLUMNS).to(tl.uint32, bitcast=True)
-    a2 = tl.load(place + 2 * COLUMNS).to(tl.uint32, bitcast=True)
-    a3 = tl.load(place + 3 * COLUMNS).to(tl.uint32, bitcast=True)
+    pointer = source + (4 * row)[:, None] * COLUMNS + column[None, :]
+    a0 = tl.load(pointer).to(tl.uint32, bitcast=True)
+    a1 = tl.load(pointer + COLUMNS).to(tl.uint32, bitcast=True)
+    a2 = tl.load(pointer + 2 * COLUMNS).to(tl.uint32, bitcast=True)
+    a3 = tl.load(pointer + 3 * COLUMNS).to(tl.uint32, bitcast=True)
     target = out + (4 * column)[:, None] * ROWS + row[None, :]
     for k in tl.static_range(4):
         b = (a0 >> (8 * k)) & 255

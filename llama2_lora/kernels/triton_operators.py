@@ -7,7 +7,7 @@ another order, and a sigmoid is FP32's to two units in the last place.
 import torch
 import triton
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 from llama2_lora.kernels import triton_kernels as kernels
 from llama2_lora.kernels.torch_operators import Operators, writes_operand
 
@@ -50,7 +50,7 @@ class TritonOperators(Operators):
     @writes_operand
     def norm(self, x, gain, written, add=None, total=None, dropped=None, key=0, plain=None):
         (tensor, scale, amax), recording = self._operand(written, x)
-        total_or_any, dropped_or_any, plain_or_any = (x if each is None else each for each in (total, dropped, plain))
+        total_or_any, dropped_or_any, plain_or_any = (x if out is None else out for out in (total, dropped, plain))
         tensors = (x, x if add is None else add, gain, total_or_any, tensor, dropped_or_any, plain_or_any, scale, amax)
         uses = {"ADD": add is not None, "OPERAND": bool(written), "DROPPED": dropped is not None}
         uses["PLAIN"] = plain is not None
@@ -60,7 +60,7 @@ class TritonOperators(Operators):
     @writes_operand
     def norm_backward(self, grad, x, gain, out, written, through_dropout=None, key=0, residual=None):
         (tensor, scale, amax), recording = self._operand(written, x)
-        through, residual_or_any = (x if each is None else each for each in (through_dropout, residual))
+        through, residual_or_any = (x if gradient is None else gradient for gradient in (through_dropout, residual))
         tensors = (grad, through, x, gain, residual_or_any, out, tensor, scale, amax, self.step)
         uses = {"THROUGH": through_dropout is not None, "RESIDUAL": residual is not None, "OPERAND": bool(written)}
         constants = {**self._rows(x), **uses, **recording, **self._dropout}

@@ -23,11 +23,11 @@ def own_part(window: PackedBatch, config: Config, rank: int) -> dict[str, torch.
     part = window._asdict()
     if config.cp == 1:
         return part
-    own = places(config.sequence, config.cp, rank)
+    local_places = places(config.sequence, config.cp, rank)
     bounds, length = part.pop("cu_seqlens"), config.tokens // 2
-    part = {name: tensor[own] for name, tensor in part.items()}
+    part = {name: tensor[local_places] for name, tensor in part.items()}
     queries, keys = [], []
-    for number, start in enumerate(own[::length].tolist()):
+    for number, start in enumerate(local_places[::length].tolist()):
         queries.append((bounds - start).clamp(0, length) + number * length)
         keys.append(bounds.clamp(0, start + length) + (keys[0][-1] if keys else 0))
     for name, (first, second) in (("cu_seqlens", queries), ("cu_seqlens_k", keys)):
@@ -37,8 +37,8 @@ def own_part(window: PackedBatch, config: Config, rank: int) -> dict[str, torch.
 
 def _keys_of_runs(config, rank):
     """Places of the keys that a rank's two runs of queries may see, those of the first run, then of the second."""
-    own, length = places(config.sequence, config.cp, rank), config.tokens // 2
-    return torch.cat([torch.arange(start + length) for start in own[::length].tolist()])
+    queries, length = places(config.sequence, config.cp, rank), config.tokens // 2
+    return torch.cat([torch.arange(start + length) for start in queries[::length].tolist()])
 
 
 class AcrossRanks:
@@ -47,27 +47,27 @@ class AcrossRanks:
 
     def __init__(self, attention, config: Config, inputs, group: str, rank: int):
         self.config, self.group, device = config, group, inputs["positions"].device
-        gathered = torch.cat([places(config.sequence, config.cp, each) for each in range(config.cp)])
+        gathered = torch.cat([places(config.sequence, config.cp, context_rank) for context_rank in range(config.cp)])
         keys = _keys_of_runs(config, rank) if attention is FlashAttention else gathered
         # Where the gathered tensor has the keys that `attention` takes.
         self._rows = gathered.argsort()[keys].to(device)
-        own = places(config.sequence, config.cp, rank)
-        self.attention = attention(config, inputs, own.to(device), keys.to(device))
+        queries = places(config.sequence, config.cp, rank)
+        self.attention = attention(config, inputs, queries.to(device), keys.to(device))
 
     def forward(self, q, k, v):
         return self.attention.forward(q, *self._gathered(k, v))
 
     def backward(self, grad, q, k, v, out, rest):
         grad_q, *grads = self.attention.backward(grad, q, *self._gathered(k, v), out, rest)
-        grads = torch.stack([each.transpose(0, 1) for each in grads], 1).float()
+        grads = torch.stack([gradient.transpose(0, 1) for gradient in grads], 1).float()
         # FP32, in which the order of the two runs' summands does not matter.
         whole = grads.new_zeros(self.config.sequence, *grads.shape[1:]).index_add_(0, self._rows, grads)
-        own = k.new_empty(self.config.tokens, *grads.shape[1:])
-        collectives.reduce_scatter_sum_(own, whole.to(k.dtype), self.group)
-        return grad_q, *(each.transpose(0, 1) for each in own.unbind(1))
+        part = k.new_empty(self.config.tokens, *grads.shape[1:])
+        collectives.reduce_scatter_sum_(part, whole.to(k.dtype), self.group)
+        return grad_q, *(gradient.transpose(0, 1) for gradient in part.unbind(1))
 
     def _gathered(self, k, v):
-        own = torch.stack((k, v), 1)
-        whole = own.new_empty(self.config.sequence, *own.shape[1:])
-        collectives.all_gather_into_(whole, own, self.group)
+        part = torch.stack((k, v), 1)
+        whole = part.new_empty(self.config.sequence, *part.shape[1:])
+        collectives.all_gather_into_(whole, part, self.group)
         return whole.index_select(0, self._rows).unbind(1)

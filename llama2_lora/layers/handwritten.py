@@ -12,7 +12,7 @@ the same quantised for the GEMM that reads it first.
 import torch
 
 from common.precision import nvfp4
-from graph_worth.measuring.marks import mark
+from graph_worth import mark
 from llama2_lora.config import Config
 from llama2_lora.kernels.attention import split_qkv
 from llama2_lora.kernels.scaling import Formats, Scaling, restored
@@ -75,15 +75,15 @@ class HandwrittenStack:
     def _transposes(self, layer):
         """name -> W^T [inputs, outputs]. A layer that holds them makes them here, once; the others make each of them
         before its dgrad GEMM, in one place for all."""
-        found = {}
+        transposes = {}
         for name, (rows, columns) in self.config.matrices.items() if self.config.precision == "fp8" else ():
             value = self.weights.layers[layer][name].value
             if self.holds_transposes[layer]:
-                found[name] = value.new_empty(columns, rows)
-                self.operators.transpose(value, found[name])
+                transposes[name] = value.new_empty(columns, rows)
+                self.operators.transpose(value, transposes[name])
             else:
-                found[name] = self.work["transpose"][: rows * columns].view(columns, rows)
-        return found
+                transposes[name] = self.work["transpose"][: rows * columns].view(columns, rows)
+        return transposes
 
     def _view(self, name, width):
         """The start of a flat workspace as [s, width]. Made once, as views cost host time."""

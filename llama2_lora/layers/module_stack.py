@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from common.precision.fp8 import NoScaling
 from common.precision.transformer_engine import TransformerEngineScaling
-from graph_worth.measuring.marks import mark, section
+from graph_worth import mark, section
 from llama2_lora.config import Config
 from llama2_lora.kernels.scaling import restored
 from llama2_lora.layers import plain, transformer_engine

@@ -56,11 +56,11 @@ class PlainLayer(nn.Module):
         return x + F.linear(F.silu(gate) * up, self.matrices["fc2"])
 
     def _attention(self, q, k, v):
-        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
         visible = None
         if self.config.documents == "separate":
-            own, keys = self.places[:, None], self.places
-            visible = (keys <= own) & (keys >= own - self.inputs["positions"][:, None])
+            queries, keys = self.places[:, None], self.places
+            visible = (keys <= queries) & (keys >= queries - self.inputs["positions"][:, None])
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True)
         return out[0].transpose(0, 1).flatten(1)
 

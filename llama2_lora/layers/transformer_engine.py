@@ -67,8 +67,8 @@ class TransformerEngineLayer(nn.Module):
         qkv = (qkv + self.qkv_adapter(normed)).view(c.tokens, 1, -1, c.head_dim)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 2)
         q, k = (
-            apply_rotary_pos_emb(each.contiguous(), self.frequencies, tensor_format="sbhd", fused=True)
-            for each in (q, k)
+            apply_rotary_pos_emb(tensor.contiguous(), self.frequencies, tensor_format="sbhd", fused=True)
+            for tensor in (q, k)
         )
         out = self.attention(q, k, v.contiguous())
         x = x + (self.proj(out) + self.proj_adapter(out))

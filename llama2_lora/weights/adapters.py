@@ -39,15 +39,15 @@ class Adapters:
 
     def views(self, flat) -> list[dict[str, torch.Tensor]]:
         """Views of a flat tensor laid out as `values`: for each layer, name -> matrix."""
-        place = 0
+        offset = 0
         views: list[dict[str, torch.Tensor]] = [{} for _ in range(self.config.layers)]
         # Replicated matrices of all layers come first: one collective sums their gradients.
         for is_replicated in (True, False):
             for layer in views:
                 for name, (rows, columns) in self.config.shard.adapters.items():
                     if (name in REPLICATED) is is_replicated:
-                        layer[name] = flat[place : place + rows * columns].view(rows, columns)
-                        place += rows * columns
+                        layer[name] = flat[offset : offset + rows * columns].view(rows, columns)
+                        offset += rows * columns
         return views
 
     def replicated(self, flat) -> torch.Tensor:

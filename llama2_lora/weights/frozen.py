@@ -118,7 +118,7 @@ def shard_of(config: Config, name: str, whole: torch.Tensor, rank: int) -> torch
         return whole
     if name in _BY_INPUTS:
         return whole.chunk(config.tp, 1)[rank].contiguous()
-    return torch.cat([each.chunk(config.tp)[rank] for each in whole.split(_stacked(config, name, len(whole)))])
+    return torch.cat([matrix.chunk(config.tp)[rank] for matrix in whole.split(_stacked(config, name, len(whole)))])
 
 
 def unsharded(config: Config, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -128,7 +128,7 @@ def unsharded(config: Config, name: str, parts: list[torch.Tensor]) -> torch.Ten
     if name in _BY_INPUTS:
         return torch.cat(parts, 1)
     rows = _stacked(config.shard, name, len(parts[0]))
-    return torch.cat([torch.cat(each) for each in zip(*(part.split(rows) for part in parts), strict=True)])
+    return torch.cat([torch.cat(shards) for shards in zip(*(part.split(rows) for part in parts), strict=True)])
 
 
 def _stacked(config, name, rows):

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from common.schedule import communications, numbered, order
-from graph_worth.measuring.marks import mark, section
+from graph_worth import mark, section
 from graph_worth.parallel import collectives
 
 
@@ -48,7 +48,7 @@ class Called:
 
     def __init__(self, state, count: int):
         self.state = state
-        self.parts: dict[int, list] = {each: [Eager(partial(run_stage, state, each))] for each in range(count)}
+        self.parts: dict[int, list] = {index: [Eager(partial(run_stage, state, index))] for index in range(count)}
 
     def buffer(self, step: int, microbatch: int):
         """Return the buffer that receives an activation (step 1) or a gradient (step -1)."""
@@ -98,24 +98,24 @@ def forward_and_backward(state, count: int, passes=None) -> None:
     """Add the gradients of `count` microbatches to main_grad, as llama31/train.py does without a pipeline."""
     passes = passes or Called(state, count)
     steps, exchanges = schedule(state.config.pp, state.place.stage, count)
-    made, received = {}, {}
+    results, received = {}, {}
     # Entry i is exchanged before step i, the last one after all of them.
     for transfers, step in zip(exchanges, [*steps, None], strict=True):
-        _exchange(state, transfers, passes, made, received)
+        _exchange(state, transfers, passes, results, received)
         if step is None:
             break
         run = passes.forward if step[0] > 0 else passes.backward
-        made[step] = run(step[1], received.pop(step, None))
+        results[step] = run(step[1], received.pop(step, None))
         mark()
 
 
-def _exchange(state, transfers, passes, made, received):
+def _exchange(state, transfers, passes, results, received):
     """Send and receive in one batch: outputs forward, gradients of inputs backward."""
     sent, destinations, arriving, sources = [], [], [], []
     for transfer in transfers:
         key = transfer.step, transfer.microbatch
         if transfer.sends:
-            sent.append(made.pop(key))
+            sent.append(results.pop(key))
             destinations.append(transfer.peer)
         else:
             received[key] = passes.buffer(*key)

@@ -10,9 +10,7 @@ from functools import partial
 from itertools import groupby
 
 from common.schedule import buffer_slots
-from graph_worth.capture.pool import Pool
-from graph_worth.contract import variant
-from graph_worth.measuring.marks import section
+from graph_worth import Pool, section, variant
 from llama31.model import run_again
 from llama31.pipeline import stage as pipeline
 from llama31.state import State
@@ -128,16 +126,16 @@ class Replayed(pipeline.Called):
         if state.head is not None:
             yield False, partial(pipeline.find_loss, state, microbatch)
 
-    def buffer(self, step: int, microbatch: int, place: int = 0):
-        """As Called.buffer. place: number of the part that reads an activation; 0 for what is received."""
-        key = self._slots[step, microbatch], place
+    def buffer(self, step: int, microbatch: int, part_number: int = 0):
+        """As Called.buffer. part_number: of the part that reads an activation; 0 for what is received."""
+        key = self._slots[step, microbatch], part_number
         if key not in self._buffers:
             self._buffers[key] = self.state.empty_hidden().zero_()
         return self._buffers[key]
 
     def replays(self, count: int) -> int:
         """Return the number of replays in a step of `count` microbatches."""
-        return 2 * sum(isinstance(part, Graphed) for each in range(count) for part in self.parts[each])
+        return 2 * sum(isinstance(part, Graphed) for microbatch in range(count) for part in self.parts[microbatch])
 
 
 @variant(

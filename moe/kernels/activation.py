@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 from moe.kernels import in_triton, tl, triton
 
 ALPHA, LIMIT = 1.702, 7.0

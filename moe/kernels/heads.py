@@ -8,7 +8,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 from moe.kernels import in_triton, tl, triton
 
 
@@ -28,7 +28,7 @@ def _plain(qkv, shape, rope, norms, eps):
     heads, kv_heads, dim = shape
     q, k, v = qkv.view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], 1)
     if norms:
-        q, k = (F.rms_norm(each, (dim,), weight, eps) for each, weight in zip((q, k), norms, strict=True))
+        q, k = (F.rms_norm(x, (dim,), weight, eps) for x, weight in zip((q, k), norms, strict=True))
     return _turned(q, *rope), _turned(k, *rope), v
 
 
@@ -56,7 +56,7 @@ class _SplitHeads(torch.autograd.Function):
         tokens, dim = qkv.shape[0], ctx.shape[2]
         grad = torch.empty_like(qkv)
         partial = qkv.new_empty(tokens if ctx.has_norms else 1, 2, dim, dtype=torch.float32)
-        tensors = (qkv, cos, sin, q_norm, k_norm, *(each.contiguous() for each in grads), grad, partial)
+        tensors = (qkv, cos, sin, q_norm, k_norm, *(output_grad.contiguous() for output_grad in grads), grad, partial)
         _launch(True, ctx.shape, ctx.eps, ctx.has_norms, qkv.dtype)((tokens, 1, 1), tensors)
         of_norms = partial.sum(0).to(qkv.dtype).unbind() if ctx.has_norms else (None, None)
         return grad, None, None, *of_norms, None, None

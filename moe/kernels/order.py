@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 from moe.kernels import in_triton, tl, triton
 
 # Choices of a program, and blocks of choices whose counts are added at a time.
@@ -47,10 +47,10 @@ def order_rows(experts, counts, capacity: int = 0) -> RowPlan:
         expert_of_row = _experts_of_slots(num_rows, capacity, device)
     else:
         token_of_row, choice_of_row, expert_of_row = (experts.new_empty(num_choices) for _ in range(3))
-    count, place = _launches(experts.shape[1], num_experts, capacity)
-    count((num_blocks, 1, 1), (experts, partial), (num_choices,))
+    count_launch, place_launch = _launches(experts.shape[1], num_experts, capacity)
+    count_launch((num_blocks, 1, 1), (experts, partial), (num_choices,))
     rows = (row_of_choice, token_of_row, choice_of_row, expert_of_row, offsets)
-    place((num_blocks, 1, 1), (experts, counts, partial, *rows), (num_choices, num_blocks))
+    place_launch((num_blocks, 1, 1), (experts, counts, partial, *rows), (num_choices, num_blocks))
     return RowPlan(*rows[:4], None if capacity else offsets)
 
 
@@ -63,10 +63,10 @@ def _plain(experts, counts, capacity):
     if not capacity:
         row_of_choice = torch.empty_like(row).scatter_(0, choice_of_row.long(), row).view(-1, top_k)
         return RowPlan(row_of_choice, choice_of_row // top_k, choice_of_row, expert_of_row, ends)
-    num_rows, own = len(counts) * capacity, expert_of_row.long()
-    rank = row - (ends - counts)[own]
+    num_rows, expert = len(counts) * capacity, expert_of_row.long()
+    rank = row - (ends - counts)[expert]
     # One place more takes what is dropped.
-    slot = torch.where(rank < capacity, own * capacity + rank, num_rows)
+    slot = torch.where(rank < capacity, expert * capacity + rank, num_rows)
     row_of_choice = torch.empty_like(row).scatter_(0, choice_of_row.long(), slot.to(torch.int32))
     row_of_choice = torch.where(row_of_choice < num_rows, row_of_choice, -1).view(-1, top_k)
     choices = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=device)
@@ -97,9 +97,9 @@ if triton:
     ):  # fmt: skip
         """partial [blocks, experts]: choices of each expert in each block."""
         choice = tl.program_id(0) * block + tl.arange(0, block)
-        own = tl.load(experts + choice, mask=choice < num_choices, other=-1)
+        chosen = tl.load(experts + choice, mask=choice < num_choices, other=-1)
         expert = tl.arange(0, block_experts)
-        counts = tl.sum((own[:, None] == expert[None, :]).to(tl.int32), axis=0)
+        counts = tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
         tl.store(partial + tl.program_id(0) * num_experts + expert, counts, mask=expert < num_experts)
 
     @triton.jit(do_not_specialize=["num_choices", "num_blocks"])
@@ -122,16 +122,16 @@ if triton:
             tl.store(offsets + expert, ends, mask=inside)
         choice = number * block + tl.arange(0, block)
         exists = choice < num_choices
-        own = tl.load(experts + choice, mask=exists, other=-1)
-        is_own = (own[:, None] == expert[None, :]).to(tl.int32)
-        rank = tl.sum(is_own * (tl.cumsum(is_own, axis=0) - 1 + before[None, :]), axis=1)
+        chosen = tl.load(experts + choice, mask=exists, other=-1)
+        is_chosen = (chosen[:, None] == expert[None, :]).to(tl.int32)
+        rank = tl.sum(is_chosen * (tl.cumsum(is_chosen, axis=0) - 1 + before[None, :]), axis=1)
         if capacity:
             has_row = exists & (rank < capacity)
-            row = tl.where(has_row, own * capacity + rank, -1)
+            row = tl.where(has_row, chosen * capacity + rank, -1)
         else:
             has_row = exists
-            row = rank + tl.sum(is_own * (ends - of_all)[None, :], axis=1)
-            tl.store(expert_of_row + row, own, mask=exists)
+            row = rank + tl.sum(is_chosen * (ends - of_all)[None, :], axis=1)
+            tl.store(expert_of_row + row, chosen, mask=exists)
         tl.store(row_of_choice + choice, row, mask=exists)
         tl.store(choice_of_row + row, choice, mask=has_row)
         tl.store(token_of_row + row, choice // top_k, mask=has_row)

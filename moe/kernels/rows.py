@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 from moe.kernels import in_triton, tl, triton
 
 

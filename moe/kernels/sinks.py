@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 from moe.kernels import in_triton, tl, triton
 
 
@@ -60,13 +60,13 @@ if triton:
     ):  # fmt: skip
         head, place = _place(length, heads, block_heads)
         column = tl.arange(0, block)
-        own = tl.load(lse + place, mask=head < heads, other=0.0)
+        without_sink = tl.load(lse + place, mask=head < heads, other=0.0)
         sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32)
-        both = tl.maximum(own, sink) + tl.log(1.0 + tl.exp(-tl.abs(own - sink)))
+        both = tl.maximum(without_sink, sink) + tl.log(1.0 + tl.exp(-tl.abs(without_sink - sink)))
         tl.store(with_sink + place, both, mask=head < heads)
         inside = (head < heads)[:, None] & (column < dim)[None, :]
         target = out + (tl.program_id(0).to(tl.int64) * heads + head)[:, None] * dim + column[None, :]
-        values = tl.load(target, mask=inside, other=0.0).to(tl.float32) * tl.exp(own - both)[:, None]
+        values = tl.load(target, mask=inside, other=0.0).to(tl.float32) * tl.exp(without_sink - both)[:, None]
         tl.store(target, values.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit

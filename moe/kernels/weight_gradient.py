@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 from moe.kernels import in_triton, tl, triton
 
 # x's columns, grad's columns, and the rows taken at a time: the fastest of fifteen on an H100.

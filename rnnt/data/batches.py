@@ -62,10 +62,10 @@ class Inputs:
         else:
             if self._ahead is None:
                 self._stage(0)
-            place, original = self._ahead
+            slot, original = self._ahead
             stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(self._staged[place])
-            staged = _beginning(self._staging[place], *original.shape)
+            stream.wait_event(self._staged[slot])
+            staged = _beginning(self._staging[slot], *original.shape)
         frames, num_tokens = original.shape
         batch = _beginning(self._buffers, *(fit(frames, num_tokens) if fit else (frames, num_tokens)))
         batch.features[:frames].copy_(staged.features)
@@ -77,8 +77,8 @@ class Inputs:
         batch.feature_lengths.copy_(staged.feature_lengths)
         batch.token_lengths.copy_(staged.token_lengths)
         if self.device.type == "cuda":
-            self._consumed[place].record(stream)
-            self._stage(1 - place)
+            self._consumed[slot].record(stream)
+            self._stage(1 - slot)
         return batch, original
 
     def dummy_batch(self, frames: int, tokens: int) -> Batch:
@@ -111,18 +111,18 @@ class Inputs:
             )
         return batch
 
-    def _stage(self, place):
-        """Start the copy of the next batch to staging set `place`, once the device has read the batch there."""
+    def _stage(self, slot):
+        """Start the copy of the next batch to staging set `slot`, once the device has read the batch there."""
         # In the stream's context, since a source that makes features on the device lets the current stream wait.
         with torch.cuda.stream(self._stream):
             batch = self._next()
-            self._stream.wait_event(self._consumed[place])
-            for target, tensor in zip(_beginning(self._staging[place], *batch.shape), batch, strict=True):
+            self._stream.wait_event(self._consumed[slot])
+            for target, tensor in zip(_beginning(self._staging[slot], *batch.shape), batch, strict=True):
                 target.copy_(tensor, non_blocking=True)
                 if tensor.is_cuda:
                     tensor.record_stream(self._stream)
-            self._staged[place].record(self._stream)
-        self._ahead = place, batch
+            self._staged[slot].record(self._stream)
+        self._ahead = slot, batch
 
 
 def _beginning(batch, frames, tokens):

@@ -138,7 +138,8 @@ def make_tape(width: int, vocab: int, seed: int):
     spectra = np.exp(-0.5 * ((np.arange(BANDS) - centers) / widths) ** 2).sum(1)
     # Three frames of 10 ms in each of 30 ms.
     fine = np.repeat(spectra[spoken], 3 * TOKEN_FRAMES, axis=0)[: 3 * TAPE_FRAMES]
-    fine = _smooth(fine, 9) * (1 + 0.3 * _noise(generator, len(fine), 60)[:, None])
+    noise = _smooth(generator.standard_normal((len(fine), 1)), 60)[:, 0]
+    fine = _smooth(fine, 9) * (1 + 0.3 * (noise / noise.std())[:, None])
     bands = generator.standard_normal((len(fine), BANDS + 8))
     fine += 0.15 * np.stack([_smooth(column[:, None], 5)[:, 0] for column in _smooth(bands.T, 9)[4:-4]], axis=1)
     tape = fine.reshape(TAPE_FRAMES, MEL_FEATURES)
@@ -153,8 +154,3 @@ def _smooth(rows, size):
     padded = np.pad(rows, ((size // 2, size - size // 2), (0, 0)), mode="edge")
     sums = np.cumsum(padded, axis=0)
     return (sums[size:] - sums[:-size]) / size
-
-
-def _noise(generator, length, size):
-    noise = _smooth(generator.standard_normal((length, 1)), size)[:, 0]
-    return noise / noise.std()

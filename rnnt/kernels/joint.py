@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 
 # A draw of Philox is 128 bits and its cost would be most of the forward kernel's: 16 bits an element, eight elements.
 PARTS = tl.constexpr(8)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 
 NUM_WARPS = 4
 SUM_TILE = 1024

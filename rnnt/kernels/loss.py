@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from graph_worth.capture.triton_launch import Launch
+from graph_worth import Launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

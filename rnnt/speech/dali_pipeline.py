@@ -77,7 +77,7 @@ class DaliExtractor:
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
             encoded = [np.fromfile(path, np.uint8) for path in paths]
-            found, *others = self._pipe.run(stream, encoded=encoded, **inputs)
+            features, *others = self._pipe.run(stream, encoded=encoded, **inputs)
         except (OSError, RuntimeError):
             for path in paths:
                 require_decodable(path)  # DALI does not name the file
@@ -85,6 +85,6 @@ class DaliExtractor:
         lengths, loudness = ([values.at(row).item() for row in range(len(paths))] for values in others)
         if not all(loudness):
             raise ValueError(f"--data: {paths[loudness.index(0.0)]} holds nothing but silence")
-        out = torch.empty([len(paths), *found.shape()[0]], device=self.device)
-        feed_ndarray(found.as_tensor(), out, cuda_stream=stream)
+        out = torch.empty([len(paths), *features.shape()[0]], device=self.device)
+        feed_ndarray(features.as_tensor(), out, cuda_stream=stream)
         return out, [num_frames(length) for length in lengths]

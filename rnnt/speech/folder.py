@@ -63,15 +63,15 @@ def read_header(path) -> int:
     """Samples of a FLAC file, from its header alone. Raises ValueError with the reason."""
     _require_file(path)
     try:
-        found = soundfile.info(path)
+        header = soundfile.info(path)
     except soundfile.LibsndfileError as error:
         raise ValueError(f"cannot be read: {error.error_string}") from None
-    if found.samplerate != SAMPLE_RATE:
-        raise ValueError(f"{found.samplerate} Hz, speech takes {SAMPLE_RATE}: resample it")
+    if header.samplerate != SAMPLE_RATE:
+        raise ValueError(f"{header.samplerate} Hz, speech takes {SAMPLE_RATE}: resample it")
     # A length that the header does not tell is a number beyond all lengths.
-    if not MIN_S <= found.frames / SAMPLE_RATE < 2**20:
-        raise ValueError(f"{found.frames / SAMPLE_RATE:.3g} s of audio, takes {MIN_S} s and more")
-    return found.frames
+    if not MIN_S <= header.frames / SAMPLE_RATE < 2**20:
+        raise ValueError(f"{header.frames / SAMPLE_RATE:.3g} s of audio, takes {MIN_S} s and more")
+    return header.frames
 
 
 def _require_file(path):
@@ -118,20 +118,13 @@ def scan(config: Config) -> tuple[list[Utterance], list[str]]:
         return Utterance(str(path), num_samples, text, tokens)
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(examine, pairs))
-    utterances = [one for one in found if isinstance(one, Utterance)]
-    reasons += [one for one in found if isinstance(one, str)]
+        results = list(threads.map(examine, pairs))
+    utterances = [result for result in results if isinstance(result, Utterance)]
+    reasons += [result for result in results if isinstance(result, str)]
     if not utterances:
         why = f"none can be trained on, the first is {reasons[0]}" if reasons else f"no *{AUDIO} with a *{TRANSCRIPT}"
         raise ValueError(f"--data {folder}: {why}")
     return utterances, reasons
-
-
-def _lines(path):
-    _require_file(path)
-    if path.stat().st_size > MOST_TRANSCRIPT_BYTES:
-        raise ValueError(f"larger than {MOST_TRANSCRIPT_BYTES >> 20} MiB")
-    return path.read_text(encoding="utf-8-sig").splitlines()
 
 
 def _pairs(folder):
@@ -142,7 +135,10 @@ def _pairs(folder):
             recordings.append(path)
         elif path.name.endswith(TRANSCRIPT):
             try:
-                lines = _lines(path)
+                _require_file(path)
+                if path.stat().st_size > MOST_TRANSCRIPT_BYTES:
+                    raise ValueError(f"larger than {MOST_TRANSCRIPT_BYTES >> 20} MiB")
+                lines = path.read_text(encoding="utf-8-sig").splitlines()
             except (OSError, ValueError) as error:
                 reasons.append(printable(f"{path.relative_to(folder)}: cannot be read: {error}"))
                 continue

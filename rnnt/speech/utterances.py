@@ -49,7 +49,9 @@ class Speech:
         # The same for training and evaluation, though evaluation needs no room for slowing down.
         self.utterances, self.dropped = scan(config)
         if training and rank == 0:
-            self._name_dropped()
+            for number, reason in enumerate(self.dropped[:MAX_NAMED], 1):
+                more = "; --record counts further ones" if number == MAX_NAMED else ""
+                print(f"data: dropped {reason}{more}", file=sys.stderr)
         step, self.num_samples = config.batch * world_size, len(self.utterances)
         self.num_batches = self.num_samples // step if training else -(-self.num_samples // step)
         if not self.num_batches:
@@ -69,11 +71,6 @@ class Speech:
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._pending, self._numbers = collections.deque(), itertools.count()
         self.texts: list[str] = []
-
-    def _name_dropped(self):
-        for number, reason in enumerate(self.dropped[:MAX_NAMED], 1):
-            more = "; --record counts further ones" if number == MAX_NAMED else ""
-            print(f"data: dropped {reason}{more}", file=sys.stderr)
 
     def next(self) -> Batch:
         """The next batch, ready for work on the current stream."""
@@ -147,8 +144,8 @@ class Speech:
                 generator = np.random.default_rng([self.seed, epoch])
                 self._permutation = epoch, generator.permutation(self.num_samples)
             return self._permutation[1][start : start + batch].tolist(), batch
-        own = list(range(start, min(start + batch, self.num_samples)))
-        return own + [index % self.num_samples for index in range(batch - len(own))], len(own)
+        rows = list(range(start, min(start + batch, self.num_samples)))
+        return rows + [index % self.num_samples for index in range(batch - len(rows))], len(rows)
 
     def _upload(self, tensor):
         if tensor.device.type == self.device.type:

@@ -48,7 +48,7 @@ class Samples:
         self.dtypes = {}
         self.shards = find(folder)
         entries = [self._entries(shard) for shard in self.shards]
-        self._ends = np.cumsum([each["moments"].shape[0] for each in entries], dtype=np.int64)
+        self._ends = np.cumsum([entry["moments"].shape[0] for entry in entries], dtype=np.int64)
         self._start, self._stop = 0, int(self._ends[-1])
         if self._stop > MAX_ROWS:
             raise ValueError(f"--data {printable(folder)}: {self._stop:,} samples, at most {MAX_ROWS:,} are read")
@@ -84,15 +84,15 @@ class Samples:
         """The sample's arrays by name. Raises ValueError where it cannot be read, or has NaN or infinity."""
         index += self._start
         number = int(np.searchsorted(self._ends, index, side="right"))
-        place = index - (int(self._ends[number - 1]) if number else 0)
+        row = index - (int(self._ends[number - 1]) if number else 0)
         path = self.folder / self.shards[number]
         try:
             with safe_open(path, "np") as file:
-                arrays = {name: file.get_slice(name)[place] for name in NAMES}
+                arrays = {name: file.get_slice(name)[row] for name in NAMES}
         except (OSError, SafetensorError) as error:
             reason = first_line(error)
-            raise ValueError(f"--data: sample {place} of {printable(path)}: cannot be read ({reason})") from None
+            raise ValueError(f"--data: sample {row} of {printable(path)}: cannot be read ({reason})") from None
         for name, array in arrays.items():
             if not np.isfinite(array).all():
-                raise ValueError(f"--data: sample {place} of {printable(path)}: NaN or infinity in the {name}")
+                raise ValueError(f"--data: sample {row} of {printable(path)}: NaN or infinity in the {name}")
         return arrays

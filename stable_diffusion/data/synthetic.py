@@ -44,9 +44,9 @@ def write(folder, shards, samples, seed, latent_size, context_tokens, context_di
     vocabulary = generator.standard_normal((512, context_dim))
     positions = 0.3 * generator.standard_normal((context_tokens, context_dim))
     for shard in range(shards):
-        generators = [np.random.default_rng([seed, 1, shard * samples + place]) for place in range(samples)]
-        moments = np.stack([_moments(each, latent_size) for each in generators])
-        context = np.stack([_context(each, vocabulary, positions) for each in generators])
+        generators = [np.random.default_rng([seed, 1, shard * samples + sample]) for sample in range(samples)]
+        moments = np.stack([_moments(sample_generator, latent_size) for sample_generator in generators])
+        context = np.stack([_context(sample_generator, vocabulary, positions) for sample_generator in generators])
         save_file({"moments": moments, "context": context}, Path(folder) / f"{shard:05d}.safetensors")
 
 

@@ -1,10 +1,7 @@
-"""Variants that lie: about their time, or about their work."""
+"""Variants that lie about their work."""
 
-import _thread
-import queue
 import subprocess
 import threading
-import time
 
 import torch
 
@@ -109,36 +106,6 @@ class Leak(Graphed):
             self.kept.append(torch.ones(95 * 2**18 // 40))
 
 
-@variant("clock", kind="graph", help="liars", graphs=1)
-class Clock(Graphed):
-    """Slows the clock that it is measured with, so that its pauses do not show."""
-
-    real = time.perf_counter
-
-    def run(self, index):
-        super().run(index)
-        if self.is_late:
-            time.sleep(0.002)
-
-    def enter(self):
-        time.perf_counter = lambda: Clock.real() / 20
-
-    def leave(self):
-        time.perf_counter = Clock.real
-
-
-@variant("clock_sometimes", kind="graph", help="liars", graphs=1)
-class ClockSometimes(Clock):
-    """Does so in every second block."""
-
-    entered = 0
-
-    def enter(self):
-        self.entered += 1
-        if self.entered % 2:
-            super().enter()
-
-
 @variant("grows_in_enter", kind="graph", help="liars", graphs=1)
 class GrowsInEnter(Graphed):
     """Keeps memory that it takes before a block, where no step is looked at."""
@@ -163,29 +130,6 @@ class Threads(Graphed):
         if getattr(self, "thread", None):
             self.stop.set()
             self.thread.join()
-
-
-@variant("late_work", kind="graph", help="liars", graphs=1)
-class LateWork(Graphed):
-    """Hands its work to a thread that lags behind."""
-
-    def __init__(self, state, capture):
-        super().__init__(state, capture)
-        self.jobs, self.matrix = queue.SimpleQueue(), torch.ones(256, 256)
-        # No thread that Python lists, or it would be seen before its work is.
-        _thread.start_new_thread(self.work, ())
-
-    def step(self, index):
-        super().step(index)
-        self.jobs.put(0.005)
-
-    def work(self):
-        while True:
-            seconds = self.jobs.get()
-            until = time.monotonic() + seconds
-            while time.monotonic() < until:
-                # Without Python's lock, for which the steps would wait.
-                torch.mm(self.matrix, self.matrix)
 
 
 @variant("late_update", kind="graph", help="liars", graphs=1)
@@ -251,30 +195,6 @@ class Ahead(Graphed):
         pass
 
 
-@variant("all_at_once", kind="graph", help="liars", graphs=1)
-class AllAtOnce(Ahead):
-    """Makes the steps of a block in its first one, which is not timed."""
-
-    longest = 0
-
-    def step(self, index):
-        self.steps += 1
-        if self.entered:
-            self.known.clear()
-            replays = self.graph.num_replays
-            for each in range(index, index + self.longest + 1):
-                self.make(each)
-            self.graph.num_replays, self.entered, self.first = replays, False, index
-        if index not in self.known:
-            self.make(index)
-            self.graph.num_replays -= 1
-        self.copy(index)
-        self.longest = max(self.longest, index - self.first)
-
-    def enter(self):
-        self.entered = True
-
-
 @variant("remembers", kind="graph", help="liars", graphs=1)
 class Remembers(Ahead):
     """Makes each step once, and copies what it came to in every later block."""
@@ -286,27 +206,6 @@ class Remembers(Ahead):
         self.steps += 1
         self.make(index)
         self.state.end(index)
-
-
-@variant("works_in_leave", kind="graph", help="liars", graphs=1)
-class WorksInLeave(Graphed):
-    """Puts its update off until it is left."""
-
-    def __init__(self, state, capture):
-        super().__init__(state, capture)
-        self.put_off = []
-
-    def step(self, index):
-        super().step(index)
-        self.put_off.append(0.004)
-
-    def enter(self):
-        pass
-
-    def leave(self):
-        if self.is_late:
-            time.sleep(sum(self.put_off))
-        self.put_off.clear()
 
 
 @variant("grows_in_leave", kind="graph", help="liars", graphs=1)
@@ -389,12 +288,3 @@ class StartsProcess(Graphed):
     def __init__(self, state, capture):
         super().__init__(state, capture)
         subprocess.run(["sh", "-c", "sleep 30 &"], check=True)
-
-
-@variant("slows_eager", kind="graph", help="liars", graphs=1)
-class SlowsEager(Graphed):
-    """Lets each gradient of eager take 3 ms more."""
-
-    def __init__(self, state, capture):
-        super().__init__(state, capture)
-        state.weights[0].register_hook(lambda gradient: time.sleep(0.003))

@@ -1,4 +1,4 @@
-"""Names of the lying model's variants: sound ones, ones that lie about their time or work, and ones that break."""
+"""Names of the lying model's variants: sound ones, ones that lie about their work, and ones that break."""
 
 SOUND = (
     "eager_twin",
@@ -31,14 +31,6 @@ LIARS = {
     "no_graph": "promised",
     "scaled_update": "losses",
     "starts_process": "left 1 processes running: sleep",
-}
-# Liars about time, of which a CPU's clock proves nothing: on a GPU alone.
-LIARS_ABOUT_TIME = {
-    "clock": "another process saw",
-    "clock_sometimes": "another process saw",
-    "all_at_once": "outside of the",
-    "works_in_leave": "outside of the",
-    "late_work": "after a block",
 }
 # Name -> (the variant that fails, what is said of it), where eager repeats audits in a process of its own.
 FOUND_BY_AUDITS = {

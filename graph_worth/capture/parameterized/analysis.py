@@ -172,26 +172,24 @@ class _Seen(TorchDispatchMode):
     def keep_outside(self, known: list[tuple[int, int]]) -> None:
         """Let go of what was made and of memory that is known, (address, bytes)."""
         self.made.clear()
-        self.read = {
-            key: s for key, s in self.read.items() if s.nbytes() and tensor_places.find(s.data_ptr(), known) < 0
-        }
+        items = [(key, storage) for key, storage in self.read.items() if storage.nbytes()]
+        self.read = {key: storage for key, storage in items if tensor_places.find(storage.data_ptr(), known) < 0}
 
 
 def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     inputs = [tensor_places.clone(tensor) for tensor in example_inputs]
     # With a state of its own, seed and offset of the two captures have different addresses.
     with new_workspaces(), random_state.aside(device):
-        graph, result, made, segments = _record(fn, inputs, mode, device)
-    blocks = [block for block in made if tensor_places.find(block.address, segments) >= 0]
+        graph, result, allocated, segments = _record(fn, inputs, mode, device)
+    blocks = [block for block in allocated if tensor_places.find(block.address, segments) >= 0]
     given = [(tensor.data_ptr(), tensor_places.extent(tensor)) for tensor in inputs]
     mode.keep_outside(given + segments)
     outputs = [_place(index, leaf, device, given, blocks) for index, leaf in enumerate(result)]
     del result
     check_none_kept(lambda: _num_kept(graph))
     # Some versions of torch make seed and offset for every capture, others where one draws.
-    seeds = [
-        block[:2] for block in made if block.size == _SEED_BYTES and tensor_places.find(block.address, segments) < 0
-    ]
+    outside = [block for block in allocated if tensor_places.find(block.address, segments) < 0]
+    seeds = [block[:2] for block in outside if block.size == _SEED_BYTES]
     if draws and len(seeds) != 2:
         raise RegionRefused("random numbers are drawn from another state of a generator than torch's own")
     given += seeds if draws else []
@@ -248,13 +246,13 @@ def _compare(first, second, increment, written, read) -> Analysis:
     if [block.size for block in first.blocks] != [block.size for block in second.blocks]:
         raise RegionRefused("two captures allocate different tensors")
     chunks, blob = words.layout([node.parameters for node in first.nodes])
-    _, other = words.layout([node.parameters for node in second.nodes])
+    _, second_blob = words.layout([node.parameters for node in second.nodes])
     # The n-th tensor of one capture is the n-th of the other, wherever their allocators put it.
     given, blocks = (
         [(a, b, size) for (a, size, *_), (b, *_) in zip(*both, strict=True)]
         for both in ((first.given, second.given), (first.blocks, second.blocks))
     )
-    slots, unexplained = words.explain(chunks, (blob, other), given + blocks, driver.memory_type)
+    slots, unexplained = words.explain(chunks, (blob, second_blob), given + blocks, driver.memory_type)
     # No launch knows the second one's memory, and the first launches need as much.
     second.release()
     num_inputs = len(first.inputs)

@@ -23,23 +23,23 @@ class Block(NamedTuple):
     freed: float
     stream: int
 
-    def is_beside(self, other: "Block") -> bool:
+    def is_beside(self, block: "Block") -> bool:
         """Return whether both may be alive at one time."""
-        return self.stream != other.stream or (self.born < other.freed and other.born < self.freed)
+        return self.stream != block.stream or (self.born < block.freed and block.born < self.freed)
 
 
 def read(events: list[dict[str, Any]]) -> list[Block]:
     """Return the tensors that were made in a trace of torch's allocator."""
-    made: list[Block] = []
+    blocks: list[Block] = []
     alive: dict[int, int] = {}
     for now, event in enumerate(events):
         if event["action"] == "alloc":
-            alive[event["addr"]] = len(made)
-            made.append(Block(event["addr"], event["size"], now, math.inf, event["stream"]))
+            alive[event["addr"]] = len(blocks)
+            blocks.append(Block(event["addr"], event["size"], now, math.inf, event["stream"]))
         elif event["action"] == "free_completed" and event["addr"] in alive:
             index = alive.pop(event["addr"])
-            made[index] = made[index]._replace(freed=now)
-    return made
+            blocks[index] = blocks[index]._replace(freed=now)
+    return blocks
 
 
 class ArenaPlan(NamedTuple):
@@ -61,31 +61,31 @@ def plan(blocks: list[Block], others: list[int], results: set[int]) -> ArenaPlan
     others: addresses of the blocks in another capture. results: indices of those that hold results. A result is copied
     where a temporary tensor had the same bytes in both captures: no address tells its block from that one.
     """
-    made = ArenaPlan([], [(-1, 0)] * len(blocks), {}, [])
+    arena_plan = ArenaPlan([], [(-1, 0)] * len(blocks), {}, [])
     packed = []
     for unit in _units(blocks, others):
         if len(unit) == 1 and unit[0] in results:
-            made.places[unit[0]], made.results[unit[0]] = (len(made.sizes), 0), len(made.sizes)
-            made.sizes.append(blocks[unit[0]].size)
+            arena_plan.places[unit[0]], arena_plan.results[unit[0]] = (len(arena_plan.sizes), 0), len(arena_plan.sizes)
+            arena_plan.sizes.append(blocks[unit[0]].size)
         else:
             packed.append(unit)
     places = dict(_pack(packed, blocks))
     for index, start in places.items():
-        made.places[index] = len(made.sizes), start
+        arena_plan.places[index] = len(arena_plan.sizes), start
     if places:
-        made.sizes.append(max(start + _rounded(blocks[index].size) for index, start in places.items()))
-    for index in sorted(results - made.results.keys()):
-        made.copies.append((len(made.sizes), *made.places[index]))
-        made.results[index] = len(made.sizes)
-        made.sizes.append(blocks[index].size)
-    return made
+        arena_plan.sizes.append(max(start + _rounded(blocks[index].size) for index, start in places.items()))
+    for index in sorted(results - arena_plan.results.keys()):
+        arena_plan.copies.append((len(arena_plan.sizes), *arena_plan.places[index]))
+        arena_plan.results[index] = len(arena_plan.sizes)
+        arena_plan.sizes.append(blocks[index].size)
+    return arena_plan
 
 
 def _units(blocks, others) -> list[list[int]]:
     """Indices of blocks that keep their distances: an address in both captures may be one of any of a unit's."""
     by_shift = defaultdict(list)
-    for index, (block, other) in enumerate(zip(blocks, others, strict=True)):
-        by_shift[block.address - other].append(index)
+    for index, (block, other_address) in enumerate(zip(blocks, others, strict=True)):
+        by_shift[block.address - other_address].append(index)
     units: list[list[int]] = []
     for alike in by_shift.values():
         end = 0
@@ -104,10 +104,10 @@ def _pack(units, blocks):
         first = min(blocks[index].address for index in unit)
         # A unit that begins between two such numbers has a block over one that is placed.
         barred = sorted(
-            (at - (one.address - first) - _rounded(one.size), at - (one.address - first) + _rounded(blocks[other].size))
+            (at - (one.address - first) - _rounded(one.size), at - (one.address - first) + _rounded(blocks[fixed].size))
             for one in (blocks[index] for index in unit)
-            for other, at in placed
-            if one.is_beside(blocks[other])
+            for fixed, at in placed
+            if one.is_beside(blocks[fixed])
         )
         start = 0
         for below, above in barred:

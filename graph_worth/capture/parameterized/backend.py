@@ -235,11 +235,11 @@ def _reason_against_inputs(inputs, written) -> str:
     if any(inputs[index].is_conj() or inputs[index].is_neg() for index in written):
         return "it writes an input that is lazily conjugated or negated"
     ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor_places.extent(tensor)) for tensor in inputs]
-    for one, (start, end) in ((index, ranges[index]) for index in written):
-        for other, (first, last) in enumerate(ranges):
-            if other != one and start < last and first < end:
+    for target, (start, end) in ((index, ranges[index]) for index in written):
+        for candidate, (first, last) in enumerate(ranges):
+            if candidate != target and start < last and first < end:
                 # A launch moves each by itself.
-                return f"inputs {min(one, other)} and {max(one, other)} share memory: pass one, or a copy"
+                return f"inputs {min(target, candidate)} and {max(target, candidate)} share memory: pass one, or a copy"
     return ""
 
 

@@ -107,7 +107,7 @@ class GpuRegion:
                 if aligned[index] is not inputs[index]:
                     inputs[index].detach().copy_(aligned[index].detach())
                 torch.autograd.graph.increment_version(inputs[index])
-            return [self._result(place, inputs, arenas) for place in self._results], arenas
+            return [self._result(result, inputs, arenas) for result in self._results], arenas
 
     def _launch(self, inputs, arenas):
         """Launch an executable with these addresses, or leave the generator as it was."""
@@ -123,20 +123,25 @@ class GpuRegion:
     def _with(self, key):
         """An executable with these addresses: a new one, or the nearest where there are many, with nodes set."""
         start, bases, num_frees = time.perf_counter(), np.array(key, np.int64), _num_frees(self.device)
-        found = self._executables.pop(self._nearest(key, bases), None)
+        nearest = self._executables.pop(self._nearest(key, bases), None)
         try:
-            if found is None or found.num_frees != num_frees:
-                made, num_set = self._made(bases, num_frees)
+            if nearest is None or nearest.num_frees != num_frees:
+                free = torch.cuda.mem_get_info(self.device)[0]
+                handle, num_set = self._graph.executable(bases)
+                # Memory that the driver takes for it.
+                self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
+                self.report["executables"] += 1
+                executable = _Executable(handle, bases, num_frees)
             else:
-                num_set = self._graph.move(found.handle, found.bases, bases)
-                made, found = _Executable(found.handle, bases, num_frees, is_moved=True), None
+                num_set = self._graph.move(nearest.handle, nearest.bases, bases)
+                executable, nearest = _Executable(nearest.handle, bases, num_frees, is_moved=True), None
         finally:
-            if found is not None:
-                self._graph.drop(found.handle)
-        self._executables[key] = made
+            if nearest is not None:
+                self._graph.drop(nearest.handle)
+        self._executables[key] = executable
         self.report["patched"] += num_set
         self.report["patch_s"] += time.perf_counter() - start
-        return made
+        return executable
 
     def _nearest(self, key, bases):
         """The addresses of the executable with the fewest others, once there are enough."""
@@ -144,14 +149,6 @@ class GpuRegion:
             return key
         others = np.array([executable.bases for executable in self._executables.values()]) != bases
         return list(self._executables)[int(others.sum(axis=1).argmin())]
-
-    def _made(self, bases, num_frees):
-        """A new executable, and its number of nodes; the memory that the driver takes for it is counted."""
-        free = torch.cuda.mem_get_info(self.device)[0]
-        handle, num_set = self._graph.executable(bases)
-        self.report["driver_bytes"] += max(free - torch.cuda.mem_get_info(self.device)[0], 0)
-        self.report["executables"] += 1
-        return _Executable(handle, bases, num_frees), num_set
 
     def start(self) -> None:
         """Drop the executables made so far, whose addresses come no more, and count from here."""
@@ -170,11 +167,11 @@ class GpuRegion:
         self._executables.clear()
         self._fn, self._read = None, []
 
-    def _result(self, place, inputs, arenas):
+    def _result(self, result, inputs, arenas):
         """A result as a tensor over memory of the launch; a Python value as it is."""
-        if not isinstance(place, tensor_places.Place):
-            return place
-        index, offset, metadata = place.allocation, place.offset, place.metadata
+        if not isinstance(result, tensor_places.Place):
+            return result
+        index, offset, metadata = result.allocation, result.offset, result.metadata
         size, stride, dtype = metadata["size"], metadata["stride"], metadata["dtype"]
         if index < 0:
             return torch.empty_strided(size, stride, dtype=dtype, device=self.device)

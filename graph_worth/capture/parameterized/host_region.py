@@ -33,9 +33,9 @@ class HostRegion:
         self.written = [index for index, tensor in enumerate(inputs) if tensor._version != versions[index]]
         self._inputs = [tensor.untyped_storage()._cdata for tensor in inputs]
         self._calls: list[Any] | None = recorder.calls
-        made = {address for address, (_, constant) in recorder.produced.items() if not constant}
-        self._constants = {address: recorder.storages[address] for address in recorder.produced.keys() - made}
-        self._made = {address: recorder.storages[address].nbytes() for address in made}
+        arenas = {address for address, (_, constant) in recorder.produced.items() if not constant}
+        self._constants = {address: recorder.storages[address] for address in recorder.produced.keys() - arenas}
+        self._made = {address: recorder.storages[address].nbytes() for address in arenas}
         self._outside = {
             address: ExternalStorage(recorder.storages[address], *reader)
             for address, reader in recorder.read.items()
@@ -92,7 +92,7 @@ class HostRegion:
                     copy_results([view and tensor(view) for view in call.results], value)
         for index in self.written:
             torch.autograd.graph.increment_version(inputs[index])
-        results = [tensor(place) if isinstance(place, View) else place for place in self._results]
+        results = [tensor(result) if isinstance(result, View) else result for result in self._results]
         return results, list(arenas.values())
 
     def release(self) -> None:

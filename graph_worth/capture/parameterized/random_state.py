@@ -29,9 +29,9 @@ def aside(device: torch.device):
     global _captures_in
     draws, before = generator(device), _captures_in
     state = draws.graphsafe_get_state()
-    other = draws.clone_state()
-    other.manual_seed((draws.initial_seed() + 0x9E3779B97F4A7C15 * (draws.get_offset() + 1)) % (1 << 63))
-    draws.graphsafe_set_state(other)
+    reseeded = draws.clone_state()
+    reseeded.manual_seed((draws.initial_seed() + 0x9E3779B97F4A7C15 * (draws.get_offset() + 1)) % (1 << 63))
+    draws.graphsafe_set_state(reseeded)
     _captures_in = threading.get_ident()
     try:
         yield

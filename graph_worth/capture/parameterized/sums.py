@@ -35,8 +35,8 @@ def leave(layers: Iterable[list[torch.nn.Parameter]]) -> None:
 
 def layer_of(inputs: Iterable[torch.Tensor]) -> list[torch.nn.Parameter]:
     """Return the parameters of the one layer that tensors belong to; empty where none does, or two layers have some."""
-    found = {id(layer): layer for tensor in inputs if (layer := _layers.get(tensor.data_ptr())) is not None}
-    return found.popitem()[1] if len(found) == 1 else []
+    layers = {id(layer): layer for tensor in inputs if (layer := _layers.get(tensor.data_ptr())) is not None}
+    return layers.popitem()[1] if len(layers) == 1 else []
 
 
 def places(inputs: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -51,10 +51,10 @@ def places(inputs: Sequence[torch.Tensor]) -> dict[int, int]:
 
 def totals_of(layer: list[torch.nn.Parameter], numbers: Iterable[int]) -> tuple[torch.Tensor, ...]:
     """Return the main_grads of some of a layer's parameters. CaptureError where one has no hook."""
-    own = [layer[number] for number in numbers if number < len(layer)]
-    if not all(parameter._post_accumulate_grad_hooks for parameter in own):
+    parameters = [layer[number] for number in numbers if number < len(layer)]
+    if not all(parameter._post_accumulate_grad_hooks for parameter in parameters):
         raise CaptureError("a backward region adds gradients of parameters that have no hook: capture it with these")
-    return tuple([parameter.main_grad for parameter in own])  # type: ignore[attr-defined]
+    return tuple([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
 
 
 def adding(module: torch.fx.GraphModule, results: Sequence[int]) -> torch.fx.GraphModule:

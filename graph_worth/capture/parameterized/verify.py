@@ -109,11 +109,11 @@ class Verification:
         """Refuse unless eager leaves the bytes that differ unwritten too, or does not repeat itself there."""
         # All results of so many runs at once would be the most memory that a capture takes.
         again = _chosen(wrong, self._launch(other_fill := next(self._fills))[0])
-        others = []
+        repeats = []
         for _ in range(_NUM_REPEATS):
             # What eager leaves unwritten then differs from run to run.
             tensor_places.fill_free(self._device, next(self._fills))
-            others.append(_chosen(wrong, self._eager()))
+            repeats.append(_chosen(wrong, self._eager()))
         for index in wrong:
             name = f"result {index}" if index < num_results else f"input {index - num_results}"
             value, expected = got[index], eager[index]
@@ -124,7 +124,7 @@ class Verification:
             first, second = as_bytes(value), as_bytes(again[index])
             unwritten = (first == fill) & (second == other_fill)
             differs = (first != as_bytes(expected)) & ~unwritten
-            varies = torch.stack([as_bytes(other[index]) != as_bytes(expected) for other in others]).any(0)
+            varies = torch.stack([as_bytes(repeat[index]) != as_bytes(expected) for repeat in repeats]).any(0)
             if not expected.dtype.is_floating_point:
                 # Integers that eager itself leaves unwritten.
                 differs &= ~varies
@@ -139,7 +139,7 @@ class Verification:
             # Of what is added to an input, the increase: beside large sums a lost one would be noise.
             before = self._examples[index - num_results].detach().double() if index >= num_results else 0.0
             plain = expected.detach().double() - before
-            noise = max(float((other[index].detach().double() - before - plain).abs().max()) for other in others)
+            noise = max(float((repeat[index].detach().double() - before - plain).abs().max()) for repeat in repeats)
             error = float((value.detach().double() - before - plain).abs().max())
             scale, size = float(plain.abs().max()), float(expected.detach().double().abs().max())
             # A sum in 32 bits of what was rounded to 16 differs by a rounding of these, where eager does not repeat.

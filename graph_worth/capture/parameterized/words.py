@@ -92,8 +92,8 @@ def explain(
     for index in np.flatnonzero(allocation < 0):
         position, chunk = int(differs[index]), chunks[chunk_of[index]]
         values = int(first[position]), int(second[position])
-        place = chunk.offset + 8 * position - chunk.start
-        unexplained.append(Unexplained(chunk.node, place, *values, position, any(map(is_address, values))))
+        offset_in_node = chunk.offset + 8 * position - chunk.start
+        unexplained.append(Unexplained(chunk.node, offset_in_node, *values, position, any(map(is_address, values))))
     hit = allocation >= 0
     return Slots(differs[hit], allocation[hit], offset[hit], node[hit]), unexplained
 
@@ -105,9 +105,10 @@ def _match(first, second, allocations):
     """
     allocation, offsets = np.full(len(first), -1, np.int64), np.zeros(len(first), np.int64)
     for past_end in (0, 1):
-        for index, (base, other, size) in enumerate(allocations):
+        for index, (base, second_base, size) in enumerate(allocations):
             offset = first - np.uint64(base)
-            same = (offset == second - np.uint64(other)) & (offset < np.uint64(size + past_end)) & (allocation < 0)
+            same = (offset == second - np.uint64(second_base)) & (offset < np.uint64(size + past_end))
+            same &= allocation < 0
             allocation[same], offsets[same] = index, offset[same].astype(np.int64)
     return allocation, offsets
 

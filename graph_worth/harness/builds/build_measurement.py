@@ -155,9 +155,8 @@ class BuildMeasurement:
         while len(self._of("again")) < MOST_BLOCKS_AGAIN and time.monotonic() - start < MOST_AGAIN_S:
             run = partial.folded(self.partial.facts)
             faults = [checks.fault_of(run, run.builds[self.request.name], name) for name in self.worker.remaining()]
-            cycles = [
-                fault.cycle for fault in faults if fault and fault.fault == Fault.LOSSES and fault.cycle is not None
-            ]
+            of_losses = [fault for fault in faults if fault and fault.fault == Fault.LOSSES]
+            cycles = [fault.cycle for fault in of_losses if fault.cycle is not None]
             if not cycles or not steps["resets_each"]:
                 return
             first = next(block["first"] for block in self._of("block") if block["cycle"] == cycles[0])
@@ -319,18 +318,12 @@ class BuildMeasurement:
             steps = plan["steps"]["timed"] if is_like_in_blocks else few
             asks_of_processes[variant] = [(variant, {"do": "alone", "steps": steps})]
         remaining = self.worker.remaining()
-        references = {name: known[name]["reference"] for name in remaining}
-        repetitions = audit.repetitions(
-            self.partial,
-            self.request.name,
-            {name: reference for name, reference in references.items() if reference in remaining},
-        )
+        references = {name: known[name]["reference"] for name in remaining if known[name]["reference"] in remaining}
+        repetitions = audit.repetitions(self.partial, self.request.name, references)
         asks_of_base = asks_of_processes.pop(plan["base"], [])
         for reference in dict.fromkeys(name for name, _ in repetitions):
-            asks_of_base += [
-                (reference, {"do": "capture"}),
-                *(repetition for repetition in repetitions if repetition[0] == reference),
-            ]
+            asks_of_base.append((reference, {"do": "capture"}))
+            asks_of_base += [repetition for repetition in repetitions if repetition[0] == reference]
         return {plan["base"]: asks_of_base, **asks_of_processes} if asks_of_base else asks_of_processes
 
     def _missing_alone(self) -> list[str]:

@@ -13,17 +13,13 @@ FEWEST_CYCLES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How long to measure, and beside which load.
+    """How long to measure, and beside which load. The help of a flag describes the field of its name.
 
     Attributes:
         cycles: number of cycles, or "auto": until every half-width is at most 0.5 %.
         block_s: shortest time of a block.
         most_blocks_s: the slowest variant makes as many steps as the fastest, for at most so many times block_s.
-        minutes: go on with cycles for so long; with "auto" no longer.
-        host_load: busy processes in every second cycle.
         control: name of the base's repetition in each cycle; "" for none.
-        limit_s: longest silence of a worker.
-        share_memory: eager steps use the graphs' memory pool from the start.
         end_s: time.monotonic() at which the last cycle should have ended; from FEWEST_CYCLES on no cycle begins that
             would end later. None: all cycles are made.
         is_census: the losses of blocks are the parity, and nothing is measured beside cycles and profiles.

@@ -156,9 +156,7 @@ def folded(facts: list[dict]) -> Run:
         "whole": bool(ends),
         "seconds": seconds,
         "builds": {
-            name: _build(header["builds"][name], build_facts, header["control"])
-            for name, build_facts in by_build.items()
-            if build_facts
+            name: _build(header["builds"][name], known, header["control"]) for name, known in by_build.items() if known
         },
     }
     return msgspec.convert(fields, Run)
@@ -197,11 +195,7 @@ def _build(declared, facts, control) -> Build:
 
 def _variant(name, declared, facts, cycles) -> Variant:
     variant_facts = [fact for fact in facts if fact.get("variant") == name]
-    left_out, alone, profiles = (
-        _of(variant_facts, "left_out"),
-        _of(variant_facts, "alone"),
-        _of(variant_facts, "profile"),
-    )
+    left_out, alone, profiles = (_of(variant_facts, kind) for kind in ("left_out", "alone", "profile"))
     captures = _of(variant_facts, "capture") or _of(variant_facts, "parity") or [{}]
     # A cycle that is begun again, perhaps without a variant, replaces the first.
     of_cycles = [block for block in _of(variant_facts, "block") if _is_of_cycle(block, cycles)]
@@ -215,9 +209,7 @@ def _variant(name, declared, facts, cycles) -> Variant:
         "alone": _as(Alone, alone[-1]) if alone else None,
         "parity": [_as(Course, course) for course in _of(variant_facts, "parity")],
         "after": [_as(Course, course) for course in _of(variant_facts, "course")],
-        "audits": [
-            _audit(audit, _of(facts, "repetition", seed=audit["seed"])) for audit in _of(variant_facts, "audit")
-        ],
+        "audits": [_audit(fact, _of(facts, "repetition", seed=fact["seed"])) for fact in _of(variant_facts, "audit")],
         "again": [_as(Again, block) for block in _of(variant_facts, "again")],
         "profile": _as(Profile, profiles[-1] if profiles else {}),
         "blocks": [_block(blocks[key]) for key in sorted(blocks)],
@@ -234,9 +226,8 @@ def prose_without_folders(text: str) -> str:
 
 
 def _audit(fact, repetitions) -> Audit:
-    block, repetition = (
-        _as(Trained, line) if "losses" in line else None for line in (fact, *(repetitions[:1] or [{}]))
-    )
+    lines = fact, *(repetitions[:1] or [{}])
+    block, repetition = (_as(Trained, line) if "losses" in line else None for line in lines)
     raised = prose_without_folders(fact.get("raised", ""))
     return Audit(seed=fact["seed"], first=fact["first"], own=block, repetition=repetition, raised=raised)
 

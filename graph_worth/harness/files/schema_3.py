@@ -46,11 +46,7 @@ def _variant(variant: dict) -> dict:
     status, reason = variant["status"], variant["reason"]
     # A worker that ended has "failed", too, and no parity after its blocks.
     raised = status if status in _RAISED else "error" if status == "failed" and not variant["blocks"] else None
-    sealed = {
-        "status": status,
-        "reason": reason,
-        "parity": parity.get("result", ""),
-    }
+    sealed = {"status": status, "reason": reason, "parity": parity.get("result", "")}
     return variant | {
         "reference": parity.get("reference", "eager"),
         "raised": {"kind": raised, "reason": reason} if raised else None,
@@ -62,14 +58,9 @@ def _variant(variant: dict) -> dict:
 
 
 def _block(block: dict) -> dict:
-    summary = {
-        "steps": block["steps"],
-        "mean_ms": block["mean_ms"],
-        "typical_ms": block["ms"],
-        "num_classes": len(block["classes"]) or 1,
-    }
+    summary = {"steps": block["steps"], "mean_ms": block["mean_ms"], "typical_ms": block["ms"]}
     return {key: block[key] for key in _BLOCK if key in block} | {
         "issue_ms": [] if block["issue_ms"] is None else [block["issue_ms"]],
         "gpu": None if block["sm_mhz"] is None else {"sm_mhz": block["sm_mhz"]},
-        "summary": summary,
+        "summary": summary | {"num_classes": len(block["classes"]) or 1},
     }

@@ -52,7 +52,9 @@ def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
     is_smaller = asked_layers is not None and isinstance(held, int) and held < asked_layers
     preset = f"{run.preset}-l{held}" if is_smaller else run.preset
     label = "-".join(filter(None, [run.label, _instead(run, build_facts) if build_facts else ""]))
-    return Workload(gpu, run.ranks, run.model, preset, label, build, busy, _digest(run))
+    flags = run.flags if run.model == OWN_STEP else []
+    digest = next((after for flag, after in itertools.pairwise(flags) if flag == "--step-digest"), "")
+    return Workload(gpu, run.ranks, run.model, preset, label, build, busy, digest)
 
 
 def _instead(run: Run, build: Build) -> str:
@@ -61,8 +63,3 @@ def _instead(run: Run, build: Build) -> str:
     if is_asked or run.device == "cpu" or stem(run.preset) != "bench" or build.config.get("layer") != "torch":
         return ""
     return f"layer-torch-precision-{build.config.get('precision')}"
-
-
-def _digest(run: Run) -> str:
-    flags = run.flags if run.model == OWN_STEP else []
-    return next((after for flag, after in itertools.pairwise(flags) if flag == "--step-digest"), "")

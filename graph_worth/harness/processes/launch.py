@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from graph_worth.folders import ROOT, START
-from graph_worth.harness.command import Mistake, parser_of, positive
+from graph_worth.harness.command import Mistake, parser_of
 from graph_worth.harness.processes import gpus, supervisor
 from graph_worth.machine import environment, source
 
@@ -63,18 +63,6 @@ class Launch:
         else:
             torchrun = [*torchrun, "--standalone"] if self.ngpu > 1 else []
         return [*self.prefix, self.python, *torchrun, *script]
-
-
-def add_arguments(parser) -> None:
-    """Add the flags of `parse` to a parser."""
-    parser.add_argument("--nnodes", metavar="N", type=positive, default=1, help="nodes, --ngpu ranks on each (1)")
-    parser.add_argument(
-        "--launch",
-        metavar="COMMAND",
-        help="starts what follows it on every node; see graph_worth/harness/processes/launch.py",
-    )
-    parser.add_argument("--rendezvous", metavar="HOST:PORT", help=f"node 0, for the others (this host:{PORT})")
-    parser.add_argument("--python", metavar="PATH", help="interpreter of the training script (this one)")
 
 
 def parse(args) -> Launch:
@@ -138,14 +126,8 @@ def _ask_nodes(launch, out):
     try:
         # A worker's socket will lie beside it.
         with tempfile.TemporaryDirectory(prefix="nodes-", dir=os.environ.get(SOCKET_DIR)) as seen:
-            command = [
-                *launch.prefix,
-                sys.executable,
-                str(START),
-                "graph_worth.harness.processes.launch",
-                "--answer",
-                str(folder),
-            ]
+            answer = [sys.executable, str(START), "graph_worth.harness.processes.launch", "--answer", str(folder)]
+            command = [*launch.prefix, *answer]
             status = supervisor.run_logged(command, log, ASK_LIMIT_S, os.environ | {SEEN: seen})
         answers = _read_answers(folder, launch.nnodes if status == 0 else 0)
         last_lines = " | ".join([line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:])

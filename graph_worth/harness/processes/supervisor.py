@@ -37,15 +37,8 @@ def start(command: list[str], asks: bool, folder: Path | None = None, **options)
     asks: it gets a SIGTERM and ASK_S to end first. folder: of the command, which does not outlive it.
     """
     more = ["--ask"] * asks + (["--remove", str(folder)] if folder else [])
-    words = [
-        sys.executable,
-        str(START),
-        "graph_worth.harness.processes.supervisor",
-        str(os.getpid()),
-        *more,
-        "--",
-        *command,
-    ]
+    words = [sys.executable, str(START), "graph_worth.harness.processes.supervisor", str(os.getpid())]
+    words += [*more, "--", *command]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True, **options)
 
 

@@ -149,17 +149,15 @@ class WorkerProcess:
 
     def _require_alive(self):
         status = self._process.poll()
-        if status is not None:
-            raise self._ended(status)
-
-    def _ended(self, status) -> WorkerEnded:
+        if status is None:
+            return
         if status > 128 or status < 0:
             number = status - 128 if status > 128 else -status
             name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
             more = ", perhaps out of host memory" if number == signal.SIGKILL else ""
-            return WorkerEnded("error", f"the worker was ended by {name}{more}", signal=number)
+            raise WorkerEnded("error", f"the worker was ended by {name}{more}", signal=number)
         reason = self.dead_rank() or _last_line(self.log, self._log_start)
-        return WorkerEnded("error", reason or "the worker ended", exit_status=status)
+        raise WorkerEnded("error", reason or "the worker ended", exit_status=status)
 
     def dead_rank(self) -> str:
         """In words how the first of several ranks ended, as torchrun says once all have; "" where it says nothing."""

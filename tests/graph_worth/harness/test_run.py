@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from graph_worth.folders import ROOT
-from graph_worth.harness import run
+from graph_worth.harness import ask, run
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Reruns
-from graph_worth.harness.processes import supervisor
+from graph_worth.harness.processes import launch, supervisor
 from tests.helpers.bench_process import MODEL, bench, only_run, only_variants, only_verdicts, start, wait_for, workers
 from tests.helpers.made_run import HEADER, add_cycle, put
 from tests.helpers.once import once
 from tests.helpers.processes import until
-from tests.lying_model.variants import BREAKS, FOUND_BY_AUDITS, LIARS, LIARS_ABOUT_TIME
+from tests.lying_model.variants import BREAKS, FOUND_BY_AUDITS, LIARS
 from tests.lying_model.variants import SOUND as ALL_SOUND
 
 SOUND = [name for name in ALL_SOUND if "room" not in name]
@@ -123,20 +123,6 @@ def test_a_liar_that_disturbs_others_is_named(names, tmp_path):
     variants = only_verdicts(tmp_path)
     # Several checks see it, in an order that depends on the host.
     assert [variants[name].status for name in names] == ["failed"] * len(names), variants
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", LIARS_ABOUT_TIME)
-def test_a_liar_about_time_is_named_on_a_gpu(name, tmp_path):
-    bench(tmp_path, ["eager", name], "--cycles", 3, "--no-control")
-    verdict = only_verdicts(tmp_path)[name]
-    assert verdict.status == "failed" and LIARS_ABOUT_TIME[name] in verdict.reason, verdict
-
-
-@pytest.mark.gpu
-def test_an_eager_step_that_a_variant_slows_is_said(tmp_path):
-    done = bench(tmp_path, ["eager", "graph_step", "slows_eager"], "--cycles", 3, "--no-control", audits=True)
-    assert "eager takes" in done.stdout and "alone in a process" in done.stdout, done.stdout
 
 
 @pytest.mark.slow
@@ -249,6 +235,19 @@ def test_a_damaged_run_that_was_begun_is_named_in_one_line(tmp_path, monkeypatch
     with pytest.raises(run.Mistake, match=r"run.partial.jsonl is damaged .*: move it away to begin anew") as mistake:
         run.open_run(SimpleNamespace(group=tmp_path), None)
     assert "\n" not in str(mistake.value)
+
+
+def test_a_run_that_was_begun_goes_on_only_with_the_same_host_load_and_memory(tmp_path):
+    names = []
+    for flags in ([], ["--host-load", "1"], ["--share-memory"], ["--share-memory"], ["--limit-s", "7"]):
+        options = run.parse(["--model", "gpt3", "--preset", "tiny", "--out", str(tmp_path), *flags])
+        request = ask.ask_of(options, "gpt3", launch.describe_here())
+        # A host load ends the folder's name, too.
+        request.label = ""
+        begun = run.open_run(request, options)
+        names.append(begun.path.name)
+        begun.close()
+    assert len(set(names[:3])) == 3 and names[3] == names[2] and names[4] == names[0]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """graph_worth/measuring/shared_memory.py: eager steps and graphs in one pool."""
 
 import contextlib
+import sys
 import threading
 
 import pytest
@@ -32,7 +33,10 @@ def test_a_context_inside_itself_is_entered_once_and_again_after_an_error():
 @pytest.fixture
 def as_before(monkeypatch):
     """Sharing puts back whatever it changes of torch and this process."""
-    changed = ((torch.cuda, "graph_pool_handle"), (torch._C, "_graph_pool_handle"), (variants, "eager_memory"))
+    changed = [(torch.cuda, "graph_pool_handle"), (torch._C, "_graph_pool_handle"), (variants, "eager_memory")]
+    # A test of another file may have imported it. Its handle would keep this test's pool until the next test.
+    te_graph = sys.modules.get("transformer_engine.pytorch.graph")
+    changed += [(te_graph, "_graph_pool_handle")] if te_graph else []
     for owner, name in changed:
         monkeypatch.setattr(owner, name, getattr(owner, name, None), raising=False)
     yield

@@ -63,7 +63,7 @@ def test_schemas_say_what_is_written():
         "all_reduce_sum_": "tensors",
         "all_reduce_max_": "tensors",
         "reduce_scatter_mean_": "flat",
-        "reduce_scatter_sum_": "own",
+        "reduce_scatter_sum_": "part",
         "all_gather_": "flat",
         "all_gather_into_": "whole",
         "all_to_all_": "received",
