@@ -156,7 +156,7 @@ def test_ctrl_c_while_python_ends_prints_nothing(program):
     )
     assert process.stdout.readline() == "ends\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30) == ("", "") and process.returncode == -signal.SIGINT
+    assert process.communicate(timeout=300) == ("", "") and process.returncode == -signal.SIGINT
 
 
 def test_help_names_presets_variants_fields_and_choices(capsys):

@@ -113,7 +113,7 @@ def test_a_signal_is_handed_on_to_the_script(tmp_path):
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.terminate()
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 143 and "the script was ended by SIGTERM" in said
 
 

