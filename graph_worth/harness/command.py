@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from graph_worth.config import Parser, checked, end_at_once
-from graph_worth.folders import IS_INSTALLED, ROOT
+from graph_worth.folders import CODE, ROOT
 from graph_worth.text import printable, printed_as_text
 
 RUNS = ROOT / "runs"
@@ -23,8 +23,8 @@ class Mistake(ValueError):
 
 
 def prog_of(module: str) -> str:
-    """Return the command that a person types: python -m benchmarks.MODULE, or graph-worth MODULE."""
-    return f"graph-worth {module}" if IS_INSTALLED else f"python -m benchmarks.{module}"
+    """Return the command that a person types: python -m benchmarks.MODULE, or graph-worth COMMAND in a project."""
+    return f"python -m benchmarks.{module}" if ROOT == CODE else f"graph-worth {'bench' if module == 'run' else module}"
 
 
 def parser_of(module: str, description: str, epilog: str = "") -> Parser:

@@ -80,7 +80,7 @@ print(json.dumps([list(sys.version_info[:2]), torch]))
 
 def parse(argv=None) -> argparse.Namespace:
     """Return the command line. Mistakes end the program with one line."""
-    is_doctor = command.IS_INSTALLED and "--doctor" in (argv or [])
+    is_doctor = ROOT != CODE and "--doctor" in (argv or [])
     parser = command.parser_of("doctor" if is_doctor else "measure", "Your own training step, eager against graphs.")
     parser.set_defaults(prog=parser.prog)
     add = parser.add_argument

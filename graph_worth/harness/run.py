@@ -290,7 +290,7 @@ class Suite:
 def main(argv=None) -> int:
     """Run the program; return its exit status."""
     args = parse(argv)
-    return command.exit_status("python -m benchmarks.run", lambda: measure(args), FAILURES)
+    return command.exit_status(command.prog_of("run"), lambda: measure(args), FAILURES)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,11 @@ def describe(model: str, flags: list[str], preset: str | None = None) -> dict:
         raise Mistake(f"{reserved[0]} after -- is set by this command, leave it out")
     answer = _told(model, preset, *flags)
     try:
-        return json.loads(answer)
-    except json.JSONDecodeError:
+        description = json.loads(answer)
+        if isinstance(description, dict):
+            return description
+        raise ValueError
+    except ValueError:
         raise Mistake((answer.strip() or "nothing").splitlines()[-1].removeprefix("python -m ")) from None
 
 

@@ -177,7 +177,7 @@ def test_a_training_script_of_a_project_trains_and_is_measured(installed, projec
         script.write_text(script.read_text() + "\n# another script\n")
     assert len(hashes) == 2, "the script's code is in the hash"
     done = run_in(project, way, installed, "graph_worth", "bench", "--model", "nope")
-    assert done.returncode == 2 and done.stderr.endswith("unknown model 'nope', --model takes one of mine\n")
+    assert (done.returncode, done.stderr) == (2, "graph-worth bench: unknown model 'nope', --model takes one of mine\n")
 
 
 @pytest.mark.slow
