@@ -32,8 +32,8 @@ from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run, Variant, digits
 from graph_worth.harness.files.workload import Workload, workload_of
 from graph_worth.harness.intervals import Ratio
-from graph_worth.harness.judge import PASS, Judged, judged
-from graph_worth.harness.pages.cells import GIB, counted, gib
+from graph_worth.harness.judge import ESTIMATED, PASS, Judged, Noted, judged
+from graph_worth.harness.pages.cells import GIB, NO_CEILING, counted, gib
 
 # Ends the label of a user's step that a newer run measured with another file.
 EARLIER = ", earlier file"
@@ -80,6 +80,14 @@ class _Point:
         return self.judged.ratio_of(self.run.control, self.workload.busy > 0) if self.run.control else None
 
     @property
+    def uncaptured_ms(self) -> float | None:
+        return self.judged.working(self.judged.uncaptured(self.name)).value
+
+    @cached_property
+    def ceiling(self) -> Noted:
+        return self.judged.ceiling_of(*self.blocks)
+
+    @property
     def base_times(self) -> list[float]:
         return [block.mean_ms for block in self.judged.blocks(self.base or "", self.workload.busy > 0)]
 
@@ -100,8 +108,8 @@ def _kernels(build: Judged) -> float | None:
 
 def _kernel_us(build: Judged) -> float | None:
     """The mean time of a kernel of a build's base."""
-    busy_ms, kernels = build.busy_ms(build.base), _kernels(build)
-    return 1e3 * busy_ms / kernels if busy_ms and kernels else None
+    working_ms, kernels = build.working(build.base).value, _kernels(build)
+    return 1e3 * working_ms / kernels if working_ms and kernels else None
 
 
 class Column(NamedTuple):
@@ -149,9 +157,13 @@ COLUMNS = {
     "typical_ms": Column(NUMBER, "mean of the blocks' medians", lambda at: at.judged.typical_ms(*at.blocks)),
     "issue_ms": Column(NUMBER, "the host's time to issue a step", lambda at: at.judged.issue_ms(*at.blocks)),
     "base_issue_ms": Column(NUMBER, "of the base", lambda at: at.judged.issue_ms(*at.base_blocks)),
-    "busy_ms": Column(NUMBER, "the GPU's busy time in a step", lambda at: at.judged.busy_ms(at.name)),
-    "uncaptured_busy_ms": Column(NUMBER, "uncaptured", lambda at: at.judged.busy_ms(at.judged.uncaptured(at.name))),
-    "ceiling": Column(NUMBER, "most of it: base_ms / uncaptured_busy_ms", lambda at: at.judged.ceiling(*at.blocks)),
+    "busy_ms": Column(NUMBER, "the GPU's busy time in a step, of rank 0", lambda at: at.judged.busy_ms(at.name)),
+    "working_ms": Column(NUMBER, "that without waiting for ranks", lambda at: at.judged.working(at.name).value),
+    "waiting_ms": Column(NUMBER, "longest wait of a rank", lambda at: at.judged.waiting_ms(at.name)),
+    "skew_ms": Column(NUMBER, "slowest less fastest rank's step", lambda at: at.judged.skew_ms(*at.blocks)),
+    "uncaptured_busy_ms": Column(NUMBER, "working_ms, uncaptured", lambda at: at.uncaptured_ms),
+    "ceiling": Column(NUMBER, "most of it: base_ms / uncaptured_busy_ms", lambda at: at.ceiling.value),
+    "ceiling_note": Column(TEXT, "estimated, or why there is none", lambda at: at.ceiling.note),
     "reached": Column(NUMBER, "ratio / ceiling", lambda at: at.judged.reached(*at.blocks)),
     "kernels": Column(NUMBER, "kernels in a step", lambda at: at.variant.profile.kernels),
     "base_kernels": Column(NUMBER, "of the base", lambda at: _kernels(at.judged)),
@@ -186,6 +198,7 @@ class Row(NamedTuple):
     Of the newest run, timed ones first: run, path, kind, headline, status, reason, parity, typical_ms,
     kernels, graph_share, tflops, joules, sm_mhz, made_s. Of the newest run that measured memory: alone_bytes,
     added_bytes. Medians over passing runs: ceiling, reached, issue_ms, base_issue_ms, busy_ms.
+    ceiling_note is ESTIMATED where a ceiling of these is.
     """
 
     row: int  # number of the row, as in `measured` and `hosts`
@@ -221,6 +234,7 @@ class Row(NamedTuple):
     ceiling: float | None
     ceiling_low: float | None
     ceiling_high: float | None
+    ceiling_note: str
     reached: float | None
     cycles: int  # of all runs
     hosts: int  # with those of the archive
@@ -456,6 +470,12 @@ def _over(hosts: DataFrame) -> DataFrame:
     )
 
 
+def _worst_note(notes: pd.Series) -> str:
+    """The note of a row's ceilings: ESTIMATED, else the reason why one is missing."""
+    texts = set(notes.dropna())
+    return ESTIMATED if ESTIMATED in texts else max(texts, default="")
+
+
 def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
     """Return the points of `measured` over hosts and runs, with the columns of `Row`."""
     latest, passed, with_ratio = newest(points), points[points["status"] == PASS], timed(points)
@@ -465,6 +485,7 @@ def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
         **{name: (name, "median") for name in ("ceiling", "reached", "issue_ms", "base_issue_ms", "busy_ms")},
         ceiling_low=("ceiling", "min"),
         ceiling_high=("ceiling", "max"),
+        ceiling_note=("ceiling_note", _worst_note),
     )
     sums = with_ratio.groupby("row").agg(
         cycles=("cycles", "sum"),
@@ -532,6 +553,8 @@ def _note(row) -> str:
         if added >= GIB / 2:
             is_brief = steps is not None and added - steps >= GIB / 2
             texts.append(f"adds {gib(added)} GiB" + (f" in its capture, {gib(steps)} in steps" if is_brief else ""))
+        # Where some runs have a ceiling, the row has it.
+        texts.append(f"{NO_CEILING}: {row.ceiling_note}" if row.ceiling is None and row.ceiling_note else "")
         texts.append(row.flops_notes)
     texts.append("" if row.is_committed else "uncommitted source")
     return "; ".join(filter(None, texts)) if row.status == PASS else ""

@@ -211,8 +211,11 @@ class Sweep:
         ratio = judged.ratio_of(self.variant, busy) if judged else None
         if judged is None or ratio is None:
             return (str(point.value), "", "", "", "", point.status, "", "", "")
-        issue_ms, busy_ms = milliseconds(judged.issue_ms(judged.base, busy)), milliseconds(judged.busy_ms(judged.base))
-        at_most = run_table.times(judged.ceiling(self.variant, busy))
+        issue_ms, busy_ms = (
+            milliseconds(judged.issue_ms(judged.base, busy)),
+            milliseconds(judged.working(judged.base).value),
+        )
+        at_most = run_table.at_most(judged, self.variant, busy)
         return (str(point.value), *run_table.ratio_cells(ratio), intervals.word(ratio), issue_ms, busy_ms, at_most)
 
 

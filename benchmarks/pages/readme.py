@@ -298,10 +298,10 @@ def _nvidia(results, page, argument):
 
 def _ceiling(points: DataFrame) -> str:
     # Each graph in each run on a GPU that has a gain and a ceiling, contended cycles apart.
-    reached = points.dropna(subset="reached")
+    reached = points.dropna(subset=["ratio", "ceiling"])
     if not len(reached):
         return NOTHING
-    most, worst = reached["reached"].max() - 1, (reached["reached"] * reached["ceiling"]).min()
+    most, worst = (reached["ratio"] / reached["ceiling"]).max() - 1, reached["ratio"].min()
     text = f"**Ceiling.** On {counted(reached['host'].nunique(), 'host')} none of {len(reached)} graphs gained over "
     loss = f" The worst took {1 / worst:.2f} times as long as eager." if worst < 1 else ""
     return f"{text}{100 * max(most, 0.0):.1f} % more than step / busy.{loss}"
@@ -325,12 +325,12 @@ def misses(points: DataFrame) -> list[str]:
     """Return a line for each graph that stayed more than 5 % below its ceiling, with the cause."""
     lines = []
     for graph in points[points["reached"] < 1 - intervals.NEAR].itertuples():
-        if not graph.busy_ms > 0 or not graph.ms > 0:
+        if not graph.working_ms > 0 or not graph.ms > 0:
             continue
-        cause = f"its kernels take {100 * (graph.busy_ms / graph.uncaptured_busy_ms - 1):+.1f} %"
+        cause = f"its kernels take {100 * (graph.working_ms / graph.uncaptured_busy_ms - 1):+.1f} %"
         if graph.sm_mhz > 0 and graph.base_mhz > 0:
             cause += f" (GPU at {graph.sm_mhz:,.0f} MHz, {graph.base} at {graph.base_mhz:,.0f})"
-        cause += f", its GPU waits for {100 * max(0.0, 1 - graph.busy_ms / graph.ms):.1f} % of the step"
+        cause += f", its GPU waits for {100 * max(0.0, 1 - graph.working_ms / graph.ms):.1f} % of the step"
         name = f"{graph.workload} {graph.variant}, {graph.run}"
         lines.append(f"{name}: {100 * graph.reached:.1f} % of {graph.ceiling:.3f}x; {cause}.")
     return lines

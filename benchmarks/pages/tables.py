@@ -10,7 +10,7 @@ from pandas import DataFrame
 from benchmarks import frame
 from benchmarks.frame import Results, Row
 from benchmarks.pages.markdown import in_markdown
-from graph_worth.harness.judge import PASS
+from graph_worth.harness.judge import ESTIMATED, PASS
 from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import cell, gib, milliseconds, percent, span, times, with_span
 from graph_worth.text import printable
@@ -30,6 +30,13 @@ CSV = (
     *("interval_low", "interval_high", "ceiling", "reached", "cycles", "hosts", "archived_hosts", "runs"),
     *("issue_ms", "base_issue_ms", "busy_ms", "note"),
 )
+
+
+def at_most(row: Row, text: str) -> str:
+    """A text of a row's ceiling, with a word where it is estimated or where there is none."""
+    if row.control or not row.ceiling_note:
+        return "" if row.control else text
+    return f"{text} ({row.ceiling_note})" if text and row.ceiling_note == ESTIMATED else text or cells.NO_CEILING
 
 
 def gain(row: Row) -> str:
@@ -54,10 +61,10 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "ms over hosts": lambda row: with_span(row.ms, row.ms_low, row.ms_high) if row.status == PASS else "",
     "gain": lambda row: gain(row) if row.hosts < 2 else "",
     "95 % or range": lambda row: cells.interval(row.interval_low, row.interval_high) if row.hosts < 2 else gain(row),
-    "most": lambda row: "" if row.control else times(row.ceiling),
+    "most": lambda row: at_most(row, times(row.ceiling)),
     "on hosts": lambda row: str(row.hosts or "") + (f" ({row.archived_hosts})" if row.archived_hosts else ""),
     "gain over hosts": gain_and_interval,
-    "at most": lambda row: "" if row.control else span(row.ceiling_low, row.ceiling_high, ".3f", "x"),
+    "at most": lambda row: at_most(row, span(row.ceiling_low, row.ceiling_high, ".3f", "x")),
     "hosts": lambda row: cells.hosts_text(row.hosts, row.archived_hosts) if row.hosts else "",
     "note": lambda row: row.note if row.status == PASS else row.status,
     "reached": lambda row: "" if row.control else percent(row.reached, 1),

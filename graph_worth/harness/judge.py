@@ -13,7 +13,7 @@ from functools import cached_property
 
 from graph_worth.harness import intervals
 from graph_worth.harness.checks import LARGEST_OF_ONE_BLOCK, OF_NUMBERS, Fault, Found, fault_of, scatter_of_losses
-from graph_worth.harness.files.facts import Block, Build, Course, Run
+from graph_worth.harness.files.facts import Block, Build, Course, Profile, Run
 from graph_worth.harness.intervals import Ratio
 from graph_worth.measuring.parity import SCATTER_FACTOR, ParityOfRuns, agreement, loss_deviation
 
@@ -24,6 +24,13 @@ SLOWED = 1.05
 SLOWED_CPU = 1.25
 # After the blocks losses are compared further along, where rounding has grown.
 LEAST_DEVIATION_AFTER = 1e-5
+# The profiler holds kernels up by up to 2 %: a GPU that is busy for a little longer than a step is busy all the time.
+LEAST_CEILING = 0.98
+# A share of the ceiling above this says that it is not the ceiling of this program.
+MOST_REACHED = 1.05
+# Variants whose steps have as many kernels, to within this, have the same collectives.
+SAME_KERNELS = 0.01
+ESTIMATED = "estimated"
 # Statuses without a fault of the variant.
 FINE = (PASS, "oom", "unsupported")
 
@@ -49,6 +56,14 @@ class Verdict:
     def is_wrong_numbers(self) -> bool:
         """Return whether the variant computed other numbers than its reference."""
         return self.fault in OF_NUMBERS or self.status == "numerics_failed"
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A number, and what belongs beside it: "", ESTIMATED, or the reason why there is none."""
+
+    value: float | None = None
+    note: str = ""
 
 
 class Judged:
@@ -150,9 +165,53 @@ class Judged:
         return ratio if ratio > least else 0.0
 
     def busy_ms(self, name: str) -> float | None:
-        """Return the GPU's busy time in a step."""
+        """Return the GPU's busy time in a step; of several ranks rank 0's, which counts waiting for others as busy."""
         variant = self.build.variants.get(name)
         return variant.profile.busy_ms if variant else None
+
+    def working(self, name: str) -> Noted:
+        """Return the GPU's busy time in a step in ms, without waiting for other ranks, of the rank with most of it.
+
+        Of older files of several ranks it is estimated: collectives as short as in the variant of the same kernels that
+        waits least. Collectives that other kernels hide make the estimate too small, and the ceiling too large.
+        """
+        variant = self.build.variants.get(name)
+        profile = variant.profile if variant else None
+        if profile is None or profile.busy_ms is None:
+            return Noted()
+        if self.run.ranks == 1:
+            return Noted(profile.busy_ms)
+        if profile.working_ms:
+            return Noted(max(profile.working_ms))
+        if profile.unmatched:
+            return Noted(None, profile.unmatched)
+        if profile.collective_ms is None:
+            return Noted(None, "the file does not tell how long collectives take")
+        profiles = [neighbour.profile for neighbour in self.build.variants.values() if neighbour is not variant]
+        times = [candidate.collective_ms for candidate in profiles if _has_same_kernels(profile, candidate)]
+        alike = [ms for ms in times if ms is not None]
+        least_ms = min([profile.collective_ms, *alike])
+        working_ms = profile.busy_ms - profile.collective_ms + least_ms
+        if not alike:
+            return Noted(None, "rank 0 alone was profiled, and no other variant has the same kernels")
+        if working_ms <= 0:
+            return Noted(None, "rank 0 alone was profiled, and its collectives run beside other kernels")
+        return Noted(working_ms, ESTIMATED)
+
+    def waiting_ms(self, name: str) -> float | None:
+        """Return how long the rank that waits most for others waits in the collectives of a step; None for one rank."""
+        profile = self.build.variants[name].profile
+        if profile.waiting_ms:
+            return max(profile.waiting_ms)
+        working = self.working(name)
+        is_estimated = working.note == ESTIMATED and working.value is not None and profile.busy_ms is not None
+        return profile.busy_ms - working.value if is_estimated else None  # type: ignore[operator]
+
+    def skew_ms(self, name: str, busy: bool = False) -> float | None:
+        """Return by how much the slowest rank's step is longer than the fastest's; None for one rank."""
+        blocks = [block for block in self.blocks(name, busy) if block.fastest_ms]
+        pairs = [pair for block in blocks for pair in zip(block.step_ms, block.fastest_ms, strict=False)]
+        return plain.fmean(slowest - fastest for slowest, fastest in pairs) if pairs else None
 
     def uncaptured(self, name: str) -> str:
         """Return the variant that runs the same program without graphs; "" where none is measured."""
@@ -163,21 +222,29 @@ class Judged:
             return "compile" if variant.capture.graphs and self.passed("compile") else ""
         return self.base
 
-    def ceiling(self, name: str, busy: bool = False) -> float | None:
-        """Return the most that a graph can gain: the base's step / busy time of the uncaptured program.
+    def ceiling_of(self, name: str, busy: bool = False) -> Noted:
+        """Return the most that a graph can gain: the base's step / working time of the uncaptured program.
 
         A graph runs as fast as the GPU works. Of the base, the most that any graph of it can gain.
         """
         uncaptured = self.uncaptured(name) if self.base and self.run.device == "cuda" else ""
-        busy_ms = self.busy_ms(uncaptured) if uncaptured else None
-        ratio = self.ratio_of(name, busy)
+        working, ratio = self.working(uncaptured), self.ratio_of(name, busy)
         base_ms = ratio.base_ms if ratio else self.ms(self.base, busy)
-        return base_ms / busy_ms if busy_ms and base_ms else None
+        if not working.value or not base_ms:
+            return Noted(None, working.note)
+        if base_ms < LEAST_CEILING * working.value:
+            return Noted(None, f"{uncaptured} keeps the GPU busy for longer than its step in the blocks takes")
+        return Noted(max(1.0, base_ms / working.value), working.note)
+
+    def ceiling(self, name: str, busy: bool = False) -> float | None:
+        """Return the value of `ceiling_of`: 1 or more."""
+        return self.ceiling_of(name, busy).value
 
     def reached(self, name: str, busy: bool = False) -> float | None:
-        """Return the share of its ceiling that a variant reached: busy time of the uncaptured program / its step."""
+        """Return the share of its ceiling that a variant reached; None above MOST_REACHED."""
         ratio, ceiling = self.ratio_of(name, busy), self.ceiling(name, busy)
-        return ratio.ratio / ceiling if ratio and ceiling else None
+        reached = ratio.ratio / ceiling if ratio and ceiling else None
+        return reached if reached is not None and reached <= MOST_REACHED else None
 
     def paid_back(self, name: str, busy: bool = False) -> int | None:
         """Return the number of steps after which a faster variant has gained the seconds that it took to make.
@@ -307,6 +374,12 @@ def _parity_fault(run, build, name, before, after) -> Found | None:
 def _scatter(courses: Sequence[Course]) -> float:
     """The deviation of two equal runs; 0 where there is one."""
     return (loss_deviation(courses[0].losses, courses[1].losses) or 0.0) if len(courses) > 1 else 0.0
+
+
+def _has_same_kernels(profile: Profile, candidate: Profile) -> bool:
+    if profile.kernels_hash is not None and profile.kernels_hash == candidate.kernels_hash:
+        return True
+    return bool(profile.kernels and candidate.kernels and abs(candidate.kernels / profile.kernels - 1) <= SAME_KERNELS)
 
 
 def _geometric(values: Sequence[float]) -> float | None:

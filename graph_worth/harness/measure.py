@@ -168,7 +168,7 @@ def _not_measured(judged: Judged, passed, wrong) -> str:
     if ceiling is not None:
         gain = "has little to remove" if ceiling < LEAST_GAIN else f"may gain up to {ceiling:.2f}x"
         parts.append(f"A graph {gain}: a step takes {milliseconds(judged.ms(judged.base))} ms,")
-        parts.append(f"the GPU is busy for {milliseconds(judged.busy_ms(judged.base))} ms.")
+        parts.append(f"the GPU is busy for {milliseconds(judged.working(judged.base).value)} ms.")
     if passed:
         parts.append(f"Graphs that train as eager does: {', '.join(passed)}.")
     if wrong:
@@ -287,7 +287,7 @@ def _as_json(measured: Run, path: Path, sentence: str) -> dict:
         "text": sentence,
         "run": str(path),
         "step_ms": judged.ms(judged.base),
-        "busy_ms": judged.busy_ms(judged.base),
+        "busy_ms": judged.working(judged.base).value,
         "at_most": judged.ceiling(judged.base),
         "variants": {
             name: {"ms": judged.ms(name), "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}

@@ -16,7 +16,7 @@ from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged
 from graph_worth.harness.pages import web
 from graph_worth.harness.pages.cells import milliseconds
-from graph_worth.harness.pages.run_table import build_title, cells_of, on_a_cpu, rates
+from graph_worth.harness.pages.run_table import build_title, busy_sentence, cells_of, on_a_cpu, rates
 
 WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}
 
@@ -80,15 +80,13 @@ def _why(judged: Judged, best: str) -> dict | None:
     """The base's step with its busy and its idle part, and the step of the best graph, as bars."""
     if judged.run.device != "cuda" or not judged.base:
         return None
-    busy_ms, base_ms, issue_ms = judged.busy_ms(judged.base), judged.ms(judged.base), judged.issue_ms(judged.base)
-    ceiling = judged.ceiling(judged.base)
+    base_ms, issue_ms, sentence = judged.ms(judged.base), judged.issue_ms(judged.base), busy_sentence(judged)
+    busy_ms, ceiling = judged.working(judged.base).value, judged.ceiling(judged.base)
     share, ms = (judged.reached(best), judged.ms(best)) if best else (None, None)
     if not busy_ms or not base_ms or not ceiling:
-        return None
+        return {"bars": [], "text": sentence, "issue": ""} if sentence else None
     idle = max(0.0, 1 - busy_ms / base_ms)
-    text = f"A step of {judged.base} takes {milliseconds(base_ms)} ms and keeps the GPU busy for "
-    text += f"{milliseconds(busy_ms)}. A graph can gain {ceiling:.2f}x at most"
-    text += f"; {best} reached {100 * share:.1f} % of that." if share else "."
+    text = sentence.removesuffix(".") + (f"; {best} reached {100 * share:.1f} % of that." if share else ".")
     widest = max(base_ms, busy_ms, ms or 0.0)
     bars = [
         {

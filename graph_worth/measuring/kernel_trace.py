@@ -11,7 +11,7 @@ import math
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,20 +41,23 @@ class Profile:
     end_s: float = 0.0
 
 
-def profile(run_steps, num_steps: int, num_heat_steps: int) -> Profile:
+def profile(run_steps, num_steps: int, num_heat_steps: int, meet: Callable[[], None] = lambda: None) -> Profile:
     """The GPU's work in num_steps steps, and the host calls that started it.
 
     run_steps(n) issues n steps. num_heat_steps of them, two at least, are not in the profile: power and clock are to be
-    those of timed steps, and a GPU that rested while the profiler was prepared runs faster for a while.
+    those of timed steps, and a GPU that rested while the profiler was prepared runs faster for a while. meet() lets the
+    ranks begin the profiled steps together: profilers take differently long to start.
     """
     gpu_profile = Profile()
-    with contextlib.closing(profiled(gpu_profile, num_steps, num_heat_steps)) as steps:
+    with contextlib.closing(profiled(gpu_profile, num_steps, num_heat_steps, meet)) as steps:
         for _ in steps:
             run_steps(1)
     return gpu_profile
 
 
-def profiled(gpu_profile: Profile, num_steps: int, num_heat_steps: int) -> Generator[None]:
+def profiled(
+    gpu_profile: Profile, num_steps: int, num_heat_steps: int, meet: Callable[[], None] = lambda: None
+) -> Generator[None]:
     """Fill a profile, see `profile`; whoever iterates makes a step at each turn."""
     import torch
 
@@ -69,6 +72,7 @@ def profiled(gpu_profile: Profile, num_steps: int, num_heat_steps: int) -> Gener
     profiler._start_trace()
     try:
         torch.cuda.synchronize()
+        meet()
         synced_ns = time.time_ns()
         gpu_profile.start_s = time.monotonic()
         for _ in range(num_steps - 1):
@@ -117,8 +121,8 @@ def _category(event):
 def gpu_work(events: list[dict]) -> list[dict]:
     """The GPU's kernels and copies out of Chrome trace events.
 
-    Each has name, start_us, duration_us, is_kernel and by_graph: whether the launch of a graph started it, by the
-    correlation id that Kineto gives a host call and its work; None where the trace has no host calls.
+    Each has name, start_us, duration_us, stream, is_kernel and by_graph: whether the launch of a graph started it, by
+    the correlation id that Kineto gives a host call and its work; None where the trace has no host calls.
     """
     calls = [event for event in events if event.get("cat") in HOST_CALLS]
     launches = {correlation_of(event) for event in calls if event["name"].startswith(GRAPH_LAUNCHES)} - {None}
@@ -127,6 +131,7 @@ def gpu_work(events: list[dict]) -> list[dict]:
             "name": event["name"],
             "start_us": float(event["ts"]),
             "duration_us": float(event["dur"]),
+            "stream": event.get("tid", 0),
             "is_kernel": event["cat"] == "kernel",
             "by_graph": correlation_of(event) in launches if calls else None,
         }
@@ -164,6 +169,80 @@ def busy_us(work: list[dict]) -> float:
     return covered
 
 
+# ------------------------------------------------------------------------------------------------
+# Several ranks: a collective waits until all of them are there, and its kernel counts as busy meanwhile
+
+COLLECTIVE = "nccl"
+Collectives = dict[tuple[str, int], list[float]]
+
+
+def collectives(work: list[dict]) -> dict[tuple[str, int], list[dict]]:
+    """NCCL's kernels in order of their start, by name and number of their stream.
+
+    Kineto does not name the communicator. A communicator has one stream, and ranks make their streams in one order, so
+    streams are numbered by their ids.
+    """
+    kernels = [event for event in work if event["is_kernel"] and event["name"].startswith(COLLECTIVE)]
+    numbers = {stream: number for number, stream in enumerate(sorted({event["stream"] for event in kernels}))}
+    in_order: dict[tuple[str, int], list[dict]] = defaultdict(list)
+    for event in sorted(kernels, key=lambda event: event["start_us"]):
+        in_order[event["name"], numbers[event["stream"]]].append(event)
+    return dict(in_order)
+
+
+def durations_us(work: list[dict]) -> Collectives:
+    """Microseconds of NCCL's kernels, in the order of `collectives`."""
+    return {key: [event["duration_us"] for event in events] for key, events in collectives(work).items()}
+
+
+def unmatched(ranks: list[Collectives]) -> str:
+    """The reason why the collectives of ranks are not the same ones, in a line; "" where they are."""
+    for rank, of_rank in enumerate(ranks):
+        for name, stream in sorted(ranks[0].keys() | of_rank.keys()):
+            first, number = (len(counts.get((name, stream), [])) for counts in (ranks[0], of_rank))
+            if first != number:
+                return f"rank {rank} ran {name[:60]} {number} times, rank 0 {first} times, on stream {stream}"
+    return ""
+
+
+def without_waiting_us(work: list[dict], ranks: list[Collectives]) -> float:
+    """`busy_us`, each collective as short as on the rank where it is shortest.
+
+    The last rank to come does not wait. A collective waits first and transfers then, so it keeps its end.
+    """
+    least = {key: [min(times) for times in zip(*(of_rank[key] for of_rank in ranks), strict=True)] for key in ranks[0]}
+    shortened = [
+        event | {"start_us": event["start_us"] + event["duration_us"] - duration_us, "duration_us": duration_us}
+        for key, events in collectives(work).items()
+        for event, duration_us in zip(events, least[key], strict=True)
+    ]
+    rest = [event for event in work if not (event["is_kernel"] and event["name"].startswith(COLLECTIVE))]
+    return busy_us([*rest, *shortened])
+
+
+def over_ranks(events: list[dict], num_steps: int, gather: Callable[[object], list]) -> dict:
+    """The time that ranks wait for others in their collectives, of a `Profile`'s events of this rank.
+
+    gather(value) returns every rank's value by rank, and is called twice by all of them.
+
+    Returns:
+        working_ms and waiting_ms, by rank: the time in a step in which the GPU is busy, without and with nothing but
+        waiting. `unmatched` in their place where the collectives are not the same ones on all ranks.
+    """
+    work = gpu_work(events)
+    ranks = gather(durations_us(work))
+    reason = unmatched(ranks)
+    working_us = 0.0 if reason else without_waiting_us(work, ranks)
+    every = gather((working_us / num_steps / 1e3, busy_us(work) / num_steps / 1e3))
+    idle = [rank for rank, (_, busy_ms) in enumerate(every) if not busy_ms]
+    if idle or reason:
+        return {"unmatched": reason or f"the profile of rank {idle[0]} has no kernel"}
+    return {
+        "working_ms": [round(working_ms, 4) for working_ms, _ in every],
+        "waiting_ms": [round(max(0.0, busy_ms - working_ms), 4) for working_ms, busy_ms in every],
+    }
+
+
 def facts(events: list[dict], num_steps: int) -> dict:
     """The GPU's work in a step, of a `Profile`'s events.
 
@@ -191,7 +270,7 @@ def facts(events: list[dict], num_steps: int) -> dict:
         "busy_ms": round(busy_ms, 4),
         "gap_ms": round(span_ms - busy_ms, 4),
         "overlap_ms": round(sum(ms.values()) - busy_ms, 4),
-        "collective_ms": round(sum(duration_ms for name, duration_ms in ms.items() if name.startswith("nccl")), 4),
+        "collective_ms": round(sum(duration_ms for name, duration_ms in ms.items() if name.startswith(COLLECTIVE)), 4),
         "kernels": round(len(work) / num_steps, 2),
         "graph_share": graph_kernel_share(work),
         "graph_time_share": graph_time_share(work),

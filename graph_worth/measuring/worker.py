@@ -11,7 +11,7 @@ commands until that process hangs up. Each command is an object with "do", each 
     pilot    variant, steps                    ms of a step and of a reset
     pace                                       the host's time for one small operator
     block    variant, untimed, timed, drained  see graph_worth/measuring/block.py
-    profile  variant, steps                    kernels, busy time, share launched by graphs
+    profile  variant, steps                    kernels, busy time, share launched by graphs, waiting for other ranks
     course   variant, first, steps             losses and hash of untimed steps from the seeded start
     alone    variant, steps                    memory and times of steps, where it is the only variant of the process
 
@@ -49,7 +49,7 @@ from graph_worth.measuring import (
 from graph_worth.measuring.agreement import Agreement
 from graph_worth.measuring.channel import Channel, Closed
 from graph_worth.measuring.course import Course
-from graph_worth.parallel.host_messages import of_all_ranks, of_first_rank
+from graph_worth.parallel.host_messages import barrier, of_all_ranks, of_first_rank
 
 PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
 
@@ -362,15 +362,11 @@ class Worker:
                 variant.step(next(index))
 
         heat = min(200, int(PROFILE_HEAT_S * 1e3 / ms) + 1)
-        if self.rank:
-            # All ranks make the same steps; rank 0 looks at its own.
-            run_steps(max(heat, 2) + num_steps)
-            variants.synchronize()
-            return {}
-        profile = kernel_trace.profile(run_steps, num_steps, heat)
+        profile = kernel_trace.profile(run_steps, num_steps, heat, barrier)
+        several = kernel_trace.over_ranks(profile.events, num_steps, of_all_ranks) if self.world_size > 1 else {}
         gpu = self.sampler.state(profile.start_s - 0.3, profile.end_s) if self.sampler else None
         clock = gpu["sm_mhz"] if gpu else None
-        return kernel_trace.facts(profile.events, num_steps) | {"sm_mhz": clock, "steps": num_steps}
+        return kernel_trace.facts(profile.events, num_steps) | several | {"sm_mhz": clock, "steps": num_steps}
 
     def _memory_of(self, name):
         """Within it, an eager variant takes its memory from the graphs' pool, where they share it."""

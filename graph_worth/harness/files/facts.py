@@ -258,7 +258,11 @@ class Alone(Struct, kw_only=True):
 
 
 class Profile(Struct, kw_only=True):
-    """The GPU's work in a step, see `kernel_trace.facts`; on a CPU operators in the place of kernels."""
+    """The GPU's work in a step, see `kernel_trace.facts`; on a CPU operators in the place of kernels.
+
+    Of several ranks all but working_ms and waiting_ms is rank 0's. See `kernel_trace.over_ranks` for these: older files
+    and those of one rank lack them, and `unmatched` says why a newer one does.
+    """
 
     busy_ms: Ms | None = None
     kernels: Amount | None = None
@@ -267,6 +271,9 @@ class Profile(Struct, kw_only=True):
     gap_ms: Finite | None = None
     overlap_ms: Finite | None = None
     collective_ms: Amount | None = None
+    working_ms: list[Ms] = field(default_factory=list)
+    waiting_ms: list[Amount] = field(default_factory=list)
+    unmatched: Text = ""
     kernels_hash: Name | None = None
     top_kernels: list[dict] = field(default_factory=list)
     timeline_us: list[list[Finite]] = field(default_factory=list)

@@ -3,6 +3,8 @@
 from graph_worth.harness.files.facts import digits
 
 GIB = 2**30
+# Where the most that a graph can gain is not known, and the reason is.
+NO_CEILING = "no ceiling"
 
 
 def is_missing(value) -> bool:

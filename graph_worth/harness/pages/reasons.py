@@ -15,11 +15,12 @@ def reason(judged: Judged, name: str) -> str:
     variant, base = judged.build.variants[name], judged.build.variants.get(judged.base)
     graph, eager = variant.profile, base.profile if base else None
     ceiling, base_ms = judged.ceiling(judged.base), judged.ms(judged.base) if base else None
-    if eager is None or not graph.busy_ms or not eager.busy_ms or ceiling is None or not base_ms:
+    graph_ms, eager_ms = judged.working(name).value, judged.working(judged.base).value
+    if eager is None or not graph_ms or not eager_ms or ceiling is None or not base_ms:
         return ""
     lost_ms = (eager.overlap_ms or 0.0) - (graph.overlap_ms or 0.0)
-    added_ms = graph.busy_ms - eager.busy_ms
-    if lost_ms > MUCH * eager.busy_ms and added_ms > MUCH * eager.busy_ms:
+    added_ms = graph_ms - eager_ms
+    if lost_ms > MUCH * eager_ms and added_ms > MUCH * eager_ms:
         effect = f"kernels that ran side by side in eager, for {eager.overlap_ms:.3g} ms, run in turn"
         cause = (
             "gradients wait for the end of a captured backward pass"
@@ -28,7 +29,7 @@ def reason(judged: Judged, name: str) -> str:
         )
         return f"{effect}: {cause}"
     kernels = (graph.kernels or 0.0) - (eager.kernels or 0.0)
-    if added_ms > MUCH * eager.busy_ms and kernels > 0:
+    if added_ms > MUCH * eager_ms and kernels > 0:
         return f"its copies of inputs: {kernels:,.0f} kernels more than eager, {added_ms:.3g} ms more of busy time"
     if ceiling < LEAST_CEILING:
         return f"the GPU is the limit, busy for {100 / ceiling:.0f} % of an eager step"

@@ -15,6 +15,8 @@ from graph_worth.harness.pages.reasons import reason
 from graph_worth.text import printable
 
 COLUMNS = ("variant", "base ms", "ms", "ratio", "95 %", "at most", "TFLOP/s", "GiB", "parity", "paid back")
+# Columns of a run over several ranks, which has two tables.
+RANKS = ("waits ms", "skew ms")
 WIDTH = 100
 NO_SPEED = "It says nothing about the speed of a GPU."
 
@@ -82,7 +84,7 @@ def suite(runs: list[Run], has_dates: bool = False) -> str:
                 if ratio is not None:
                     title = workload_of(run, build_name).name
                     date = run.begin_utc[:16].replace("T", " ")
-                    rows.append((title, name, *ratio_cells(ratio), times(judged.ceiling(name)), *[date] * has_dates))
+                    rows.append((title, name, *ratio_cells(ratio), at_most(judged, name), *[date] * has_dates))
     return "\n".join(aligned(rows, 2))
 
 
@@ -101,12 +103,15 @@ def _build_report(name: str, judged: Judged) -> str:
 
 
 def _table(judged: Judged, busy: bool) -> Iterator[str]:
-    rows: list[tuple[str, ...]] = [COLUMNS]
+    rows = []
     for name in judged.build.variants:
         is_shown = judged.passed(name) and judged.blocks(name, busy)
         if is_shown and (name == judged.base or judged.ratio_of(name, busy) is not None):
-            rows.append(tuple(cells_of(judged, name, busy)[column] for column in COLUMNS))
-    return aligned(rows, 1)
+            rows.append(cells_of(judged, name, busy))
+    has_gpus = judged.run.ranks > 1 and judged.run.device == "cuda"
+    for columns in (COLUMNS[:-1], ("variant", COLUMNS[-1], *RANKS)) if has_gpus else (COLUMNS,):
+        cells = [tuple(row[column] for column in columns) for row in rows]
+        yield from aligned([columns, *(line for line in cells if any(line[1:]))], 1)
 
 
 def cells_of(judged: Judged, name: str, busy: bool = False) -> dict[str, str]:
@@ -116,14 +121,33 @@ def cells_of(judged: Judged, name: str, busy: bool = False) -> dict[str, str]:
     texts = dict(zip(COLUMNS[1:5], ratio_cells(ratio) if ratio else untimed, strict=True))
     texts |= {"variant": name, "GiB": gib(memory)}
     if name == judged.run.control:
-        return texts | {"variant": f"{name} (base again)", "at most": "", "TFLOP/s": "", "parity": "", "paid back": ""}
+        return dict.fromkeys([*COLUMNS, *RANKS], "") | texts | {"variant": f"{name} (base again)"}
     steps = judged.paid_back(name, busy) if judged.build.variants[name].kind != "eager" else None
     return texts | {
         "paid back": cell(steps, ","),
-        "at most": times(judged.ceiling(name, busy)),
+        "at most": at_most(judged, name, busy),
         "TFLOP/s": cell(rate, ",.0f"),
         "parity": judged.verdicts[name].parity or ("losses" if judged.run.parity == "blocks" else ""),
+        **dict(zip(RANKS, map(cell, (judged.waiting_ms(name), judged.skew_ms(name, busy))), strict=True)),
     }
+
+
+def at_most(judged: Judged, name: str, busy: bool = False) -> str:
+    """Return a variant's ceiling as 2.177x, with a word where it is estimated or where there is none."""
+    ceiling = judged.ceiling_of(name, busy)
+    if ceiling.value is None:
+        return cells.NO_CEILING if ceiling.note else ""
+    return " ".join(filter(None, [times(ceiling.value), ceiling.note]))
+
+
+def busy_sentence(judged: Judged) -> str:
+    """Return how long a step of the base is and keeps the GPU busy, and the most that a graph can gain."""
+    ceiling, working = judged.ceiling_of(judged.base), judged.working(judged.base)
+    if ceiling.value is None or working.value is None:
+        return f"{cells.NO_CEILING.capitalize()}: {ceiling.note}." if ceiling.note else ""
+    estimated = f" ({working.note}, without waiting for other ranks)" if working.note else ""
+    opening = f"A step of {judged.base} takes {milliseconds(judged.ms(judged.base))} ms and keeps the GPU busy for "
+    return f"{opening}{milliseconds(working.value)}{estimated}: a graph can gain {ceiling.value:.2f}x at most."
 
 
 def ratio_cells(ratio: intervals.Ratio) -> tuple[str, str, str, str]:
@@ -178,10 +202,7 @@ def _meaning(judged: Judged) -> str:
     """Say what the numbers mean: the ceiling, then a sentence for each graph."""
     if judged.run.device == "cpu" or not judged.base:
         return ""
-    lines, ceiling, issue = [], judged.ceiling(judged.base), judged.issue_ms(judged.base)
-    if ceiling is not None:
-        opening = f"A step of {judged.base} takes {milliseconds(judged.ms(judged.base))} ms and keeps the GPU busy for "
-        lines.append(f"{opening}{milliseconds(judged.busy_ms(judged.base))}: a graph can gain {ceiling:.2f}x at most.")
+    lines, issue = [text for text in [busy_sentence(judged)] if text], judged.issue_ms(judged.base)
     if issue is not None:
         lines.append(f"This host issues it in {milliseconds(issue)} ms; a slower host takes longer, a graph does not.")
     for name, variant in judged.build.variants.items():

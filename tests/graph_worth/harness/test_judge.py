@@ -19,6 +19,7 @@ from graph_worth.harness.files.facts import (
     Trained,
 )
 from graph_worth.harness.judge import Fault
+from graph_worth.harness.pages import run_table
 from tests.helpers.made_run import H200, made_run
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
@@ -632,6 +633,88 @@ def test_the_ceiling_is_the_bases_step_over_its_busy_time():
     assert found.ceiling("graph_layer") == found.ceiling("eager") == pytest.approx(1.5)
     assert found.reached("graph_layer") == pytest.approx(8.0 / 8.1) and found.reached("eager") is None
     assert judge.judged(made_run())[""].ceiling("graph_layer") is None
+
+
+@pytest.mark.parametrize(
+    ("busy_ms", "ceiling", "note"),
+    [(9.9, 10 / 9.9, ""), (10.2, 1.0, ""), (10.3, None, "eager keeps the GPU busy for longer than its step")],
+)
+def test_no_ceiling_is_below_1(busy_ms, ceiling, note):
+    found = judge.judged(made_run(issue=(9.0, busy_ms)))[""].ceiling_of("graph_layer")
+    assert found.value == pytest.approx(ceiling) and found.note.startswith(note) and bool(found.note) == bool(note)
+
+
+def of_two_ranks(eager=None, graph=None, **more):
+    """Eager takes 347.5 ms, and spins for the other rank; the graph takes 171.2."""
+    ms = {"eager": 347.5, "graph_layer": 171.2}
+    run = made_run(ranks=2, gpus=H200 * 2, ms=ms, issue=(283.0, 393.7), kernels=4319, **more)
+    facts(run, "eager", profile=Profile(**{"busy_ms": 393.7, "collective_ms": 263.1, "kernels": 4319} | (eager or {})))
+    of_graph = {"busy_ms": 170.5, "collective_ms": 29.0, "kernels": 4330}
+    return facts(run, "graph_layer", profile=Profile(**of_graph | (graph or {})))
+
+
+def test_over_ranks_the_ceiling_leaves_out_waiting():
+    working = {"working_ms": [150.0, 160.0], "waiting_ms": [243.7, 12.0]}
+    found = judge.judged(of_two_ranks(working))[""]
+    assert found.ceiling_of("graph_layer") == judge.Noted(pytest.approx(347.5 / 160.0))
+    assert found.waiting_ms("eager") == 243.7 and found.skew_ms("eager") is None
+    found = judge.judged(of_two_ranks({"unmatched": "rank 1 ran it twice"}))[""]
+    assert found.ceiling_of("graph_layer") == judge.Noted(None, "rank 1 ran it twice")
+    assert found.reached("graph_layer") is None and found.waiting_ms("eager") is None
+
+
+def test_where_rank_0_alone_was_profiled_the_ceiling_is_estimated_from_another_variant():
+    found = judge.judged(of_two_ranks())[""]
+    assert found.ceiling_of("graph_layer") == judge.Noted(pytest.approx(347.5 / (393.7 - 263.1 + 29.0)), "estimated")
+    assert found.reached("graph_layer") == pytest.approx(0.932, abs=1e-3)
+    assert found.waiting_ms("eager") == pytest.approx(234.1)
+    # The eager step's collectives may be the shorter ones.
+    found = judge.judged(of_two_ranks({"collective_ms": 20.0, "busy_ms": 160.0}))[""]
+    assert found.ceiling("graph_layer") == pytest.approx(347.5 / 160.0)
+
+
+@pytest.mark.parametrize(
+    ("eager", "graph", "note"),
+    [
+        ({}, {"kernels": 4400}, "no other variant has the same kernels"),
+        ({}, {"collective_ms": None}, "no other variant has the same kernels"),
+        ({"collective_ms": None}, {}, "does not tell how long collectives take"),
+        ({"busy_ms": 200.0}, {}, "its collectives run beside other kernels"),
+    ],
+)
+def test_what_an_older_file_does_not_tell_gives_no_ceiling(eager, graph, note):
+    found = judge.judged(of_two_ranks(eager, graph))[""]
+    assert found.ceiling("graph_layer") is found.ceiling("eager") is None
+    assert note in found.ceiling_of("graph_layer").note
+    text = run_table.report(found.run)
+    assert f"No ceiling: {found.ceiling_of('eager').note}." in text.replace("\n", " ") and text.count("no ceiling") == 2
+
+
+def test_the_same_names_of_kernels_are_the_same_kernels_besides_copies():
+    hashed = {"kernels_hash": "a7eb3403c38a4640"}
+    assert judge.judged(of_two_ranks(hashed, hashed | {"kernels": 4400}))[""].ceiling("eager") == pytest.approx(
+        2.177, abs=1e-3
+    )
+
+
+def test_a_share_above_105_percent_is_of_another_program():
+    run = made_run(issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": [7.63, 7.64]})
+    assert judge.judged(run)[""].reached("graph_layer") == pytest.approx(8.0 / 7.635, abs=1e-3)
+    run = made_run(issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 7.6})
+    assert judge.judged(run)[""].reached("graph_layer") is None
+
+
+def test_a_table_of_several_gpus_has_waiting_and_skew():
+    run = of_two_ranks()
+    for block in variant(run, "eager").blocks:
+        block.fastest_ms = [ms - 0.5 for ms in block.step_ms]
+    text = run_table.report(run)
+    assert "2.177x estimated" in text and "busy for 159.6 (estimated, without waiting for other ranks)" in text.replace(
+        "\n", " "
+    )
+    assert ["eager", "234.1", "0.500"] in [line.split() for line in text.splitlines()]
+    assert max(map(len, text.splitlines())) <= run_table.WIDTH
+    assert "waits" not in run_table.report(made_run(issue=(12.0, 8.0)))
 
 
 def test_the_ceiling_of_a_compiled_graph_is_that_of_the_compiled_program():

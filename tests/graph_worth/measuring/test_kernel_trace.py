@@ -7,8 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from graph_worth.measuring import kernel_trace
+from graph_worth.measuring.worker import Worker
+from graph_worth.parallel.host_messages import of_all_ranks
+from tests.helpers import gloo_ranks
 
 ORIGIN_NS = 1_795_328_640_000_000_000
 
@@ -175,6 +179,101 @@ def test_a_profile_holds_the_asked_steps_alone_and_marks_the_last(monkeypatch):
     assert len(sines) == 4
     assert all(0 <= event["ts"] <= (found.end_s - found.start_s) * 1e6 + 1000 for event in sines)
     assert found.start_s < found.end_s
+
+
+# --- several ranks
+
+ALL_REDUCE, ALL_GATHER = "ncclDevKernel_AllReduce_Sum_bf16", "ncclDevKernel_AllGather"
+EARLY = [(0, 100, "gemm", 7), (100, 300, ALL_REDUCE, 20), (120, 60, "copy", 9), (400, 100, "gemm", 7)]
+LATE = [(0, 350, "gemm", 7), (350, 50, ALL_REDUCE, 21), (400, 100, "gemm", 7)]
+
+
+def steps_of(*kernels, length=1000, num=2):
+    """The events of `num` equal steps; kernels: (start us, us, name, stream)."""
+    return [
+        work(length * step + start, duration, stream=stream) | {"name": name}
+        for step in range(num)
+        for start, duration, name, stream in kernels
+    ]
+
+
+def over_two_ranks():
+    """Both ranks' answers: the late rank's kernels are on streams of other ids."""
+    rank = dist.get_rank()
+    more = [(450, 10, ALL_GATHER, 20)] if rank else []
+    return [
+        kernel_trace.over_ranks(steps_of(*(LATE if rank else EARLY)), 2, of_all_ranks),
+        kernel_trace.over_ranks(steps_of(*(LATE if rank else EARLY), *more), 2, of_all_ranks),
+        kernel_trace.over_ranks([] if rank else steps_of((0, 100, "gemm", 7)), 2, of_all_ranks),
+    ]
+
+
+def test_a_kernel_that_waits_for_another_rank_is_not_working():
+    """The early rank's collective spins for 250 us of 300; a copy runs beside it for 60."""
+    first, second = gloo_ranks.run(__name__, "over_two_ranks", 2)
+    assert first == second
+    matched, of_other_counts, without_kernels = first
+    assert matched == {"working_ms": [0.31, 0.5], "waiting_ms": [0.19, 0.0]}
+    assert of_other_counts == {"unmatched": f"rank 1 ran {ALL_GATHER} 2 times, rank 0 0 times, on stream 0"}
+    assert without_kernels == {"unmatched": "the profile of rank 1 has no kernel"}
+
+
+def test_collectives_match_by_their_order_within_a_stream():
+    """Two communicators run the same kernel, and which one begins first differs between ranks."""
+    ranks = [
+        [(0, 50, ALL_REDUCE, 20), (60, 10, ALL_REDUCE, 31), (80, 40, ALL_REDUCE, 20)],
+        [(0, 90, ALL_REDUCE, 31), (100, 30, ALL_REDUCE, 20), (140, 70, ALL_REDUCE, 20)],
+    ]
+    events = [kernel_trace.gpu_work(steps_of(*kernels, num=1)) for kernels in ranks]
+    times = [kernel_trace.durations_us(of_rank) for of_rank in events]
+    assert times[0] == {(ALL_REDUCE, 0): [50, 40], (ALL_REDUCE, 1): [10]}
+    assert kernel_trace.unmatched(times) == ""
+    assert [kernel_trace.without_waiting_us(of_rank, times) for of_rank in events] == [30 + 10 + 40] * 2
+    # As many kernels of the name, but on other streams.
+    moved = {(ALL_REDUCE, 0): [50], (ALL_REDUCE, 1): [10, 40]}
+    assert kernel_trace.unmatched([times[0], moved]) == f"rank 1 ran {ALL_REDUCE} 1 times, rank 0 2 times, on stream 0"
+
+
+def test_the_profiled_steps_begin_when_all_ranks_are_there(monkeypatch):
+    order = []
+    profiler = SimpleNamespace(
+        _prepare_trace=lambda: order.append("prepare"),
+        _start_trace=lambda: order.append("start"),
+        __exit__=lambda *error: order.append("end"),
+        kineto_results=SimpleNamespace(events=list),
+    )
+    monkeypatch.setattr(torch.autograd.profiler, "profile", lambda **options: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: None))
+    kernel_trace.profile(lambda count: order.append("step"), 2, 2, lambda: order.append("meet"))
+    assert order == ["prepare", "step", "step", "start", "meet", "step", "step", "end"]
+
+
+def late_rank():
+    """The worker's profile of two GPUs: rank 1 is busy for milliseconds before each collective."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.ones(1 << 20, device=device)
+
+    def step(index):
+        x.mul_(1.0)
+        if dist.get_rank():
+            torch.cuda._sleep(10_000_000)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+
+    like_worker = SimpleNamespace(device=device, world_size=2, sampler=None)
+    return Worker._profile(like_worker, SimpleNamespace(step=step), 4, 5.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_of_which_one_is_late():
+    facts, of_late = gloo_ranks.run(__name__, "late_rank", 2, device="cuda")
+    assert facts["working_ms"] == of_late["working_ms"] and "unmatched" not in facts
+    (early_ms, late_ms), (waits_ms, late_waits_ms) = facts["working_ms"], facts["waiting_ms"]
+    # 10 million clocks take 5 ms and more; rank 0 waits for them, and has little to do itself.
+    assert late_ms > 4.0 and early_ms < late_ms / 2
+    assert waits_ms == pytest.approx(late_ms, rel=0.3) and late_waits_ms < waits_ms / 4
+    assert facts["busy_ms"] == pytest.approx(early_ms + waits_ms, rel=0.01)
 
 
 @pytest.mark.gpu
