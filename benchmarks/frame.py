@@ -30,7 +30,7 @@ from graph_worth.harness import command, intervals
 from graph_worth.harness.command import RUNS, Mistake, shown
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run, Variant, digits
-from graph_worth.harness.files.workload import Workload, workload_of
+from graph_worth.harness.files.workload import Workload, build_of, workload_of
 from graph_worth.harness.intervals import Ratio
 from graph_worth.harness.judge import ESTIMATED, PASS, Judged, Noted, judged
 from graph_worth.harness.pages.cells import GIB, NO_CEILING, counted, gib
@@ -45,13 +45,18 @@ TEXT, NUMBER, COUNT, FLAG = "string", "float64", "Int64", "boolean"
 
 @dataclass(frozen=True)
 class _Point:
-    """A variant in one build of a run, from which columns are made. `first`: the run's first build."""
+    """A variant in one build of a run, from which columns are made.
+
+    `first`: the run's first build; `process`: the name of this one in the file, which differs from the workload's where
+    variants stand apart.
+    """
 
     path: Path
     run: Run
     first: Judged
     judged: Judged
     workload: Workload
+    process: str
     name: str
 
     @property
@@ -134,6 +139,7 @@ COLUMNS = {
     "preset": Column(TEXT, "preset; bench-l6 where the GPU held 6 layers of more", lambda at: at.workload.preset),
     "label": Column(TEXT, "flags behind the preset", lambda at: at.workload.label),
     "build": Column(TEXT, 'build of the run; "" for the preset itself', lambda at: at.workload.build),
+    "process": Column(TEXT, "build in the file, as +compiled", lambda at: at.process),
     "busy_processes": Column(COUNT, "number beside the steps; 0 in quiet cycles", lambda at: at.workload.busy),
     "digest": Column(TEXT, "of the file of a user's own step", lambda at: at.workload.digest),
     "variant": Column(TEXT, "as graph_step", lambda at: at.name),
@@ -295,6 +301,12 @@ class Results:
         """(id of the run, name of the build) -> the build with its verdicts, for what no column holds."""
         return {(run.id, name): build for _, run in self.runs for name, build in judged(run).items()}
 
+    def builds_of(self, run: str, build: str) -> list[Judged]:
+        """Return a build of a run, and those of its variants that stand apart."""
+        return [
+            judged for (id, name), judged in self.judged.items() if id == run and build_of(judged.run, name) == build
+        ]
+
     def records(self, is_shown=None) -> list[Row]:
         """Return the rows, or those for which a column of flags is true."""
         return records(self.rows if is_shown is None else self.rows[is_shown])
@@ -358,19 +370,24 @@ def _archive_of(root: Path) -> tuple[DataFrame, list[str]]:
 
 def points_of(runs: Iterable[tuple[Path, Run]]) -> DataFrame:
     """Return a row for each build, number of busy processes and variant of runs, with `COLUMNS`."""
-    points = []
+    points: list[_Point] = []
     for path, run in runs:
         builds = judged(run)
         first = next(iter(builds.values()), None)
+        seen: set[tuple[Workload, str]] = set()
         for name, build in builds.items():
             numbers = {block.busy_processes for facts in build.build.variants.values() for block in facts.blocks}
             for busy in sorted({0, *numbers}):
                 where = workload_of(run, name, busy)
-                points += [
-                    _Point(path, run, first or build, build, where, variant)
+                # Variants that stand apart have an eager of their own, which is a row where no other one is.
+                new = [
+                    _Point(path, run, first or build, build, where, name, variant)
                     for variant, facts in build.build.variants.items()
                     if not (variant == run.control and not facts.blocks) and (not busy or build.blocks(variant, True))
+                    if (where, variant) not in seen
                 ]
+                seen |= {(where, point.name) for point in new}
+                points += new
     points = _with_earlier_files(points)
     series = {name: pd.Series([*map(column.value, points)], dtype=column.type) for name, column in COLUMNS.items()}
     return DataFrame(series)
@@ -538,6 +555,7 @@ def _note(row) -> str:
             is_faster = row.first_ms < row.newest_base_ms / 1.01
             texts.append(f"{row.first_base} of the other build: {digits(row.first_ms)} ms" if is_faster else "")
         texts.append("a process for each block" if row.is_apart else "")
+        texts.append("in a process of its own with eager" if row.process != row.build else "")
         # Beside a small effect stands by how much two equal programs differed in the same run.
         if word and abs(row.gain - 1) < intervals.SMALL_EFFECT and row.control_ratio is not None:
             texts.append(f"control {row.control_ratio:.3f}x +- {100 * row.control_half_width:.1f} %")

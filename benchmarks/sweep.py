@@ -220,11 +220,13 @@ class Sweep:
 
 
 def _variants(variant, described) -> list[str]:
-    """eager, the other eagers of the variant's builds, and the variant."""
+    """eager, the other eagers of the variant's builds unless it stands apart, and the variant."""
     known, builds = described["variants"], described.get("variant_builds", {})
     if variant not in known or variant == "eager":
         others = [name for name in known if name != "eager"]
         raise Mistake(f"unknown variant {variant!r}, --variant takes one of {', '.join(others)}")
+    if variant in described.get("apart", {}):
+        return ["eager", variant]
     builds_of_variant = set(builds.get(variant, [""]))
     others = [name for name in script.eagers_of(described) if builds_of_variant & set(builds.get(name, [""]))]
     return ["eager", *(name for name in others if name not in ("eager", variant)), variant]

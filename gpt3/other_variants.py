@@ -187,6 +187,7 @@ def require(state: State):
     help="torch.compile of the layers (default mode, no graphs)",
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
+    apart="compiled",
     when=lambda c: not c.staged,
 )
 def compiled(state: State, capture, mode="default"):
@@ -201,6 +202,7 @@ def compiled(state: State, capture, mode="default"):
     graphs=lambda c: c.layer_passes,
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
+    apart="compiled",
     when=lambda c: not c.staged,
 )
 def compiled_graphed(state: State, capture):
@@ -222,6 +224,7 @@ def compiled_graphed(state: State, capture):
     graphs=None,
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
+    apart="reduce_overhead",
     when=lambda c: not c.staged,
 )
 def reduce_overhead(state: State, capture):
@@ -235,6 +238,7 @@ def reduce_overhead(state: State, capture):
     graphs=None,
     parity="bitwise",
     builds=("torch_bf16",),
+    apart="parameterized",
     when=lambda c: not c.staged,
 )
 def parameterized(state: State, capture):

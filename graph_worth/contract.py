@@ -27,6 +27,7 @@ and --describe take a tenth of a second. The worker evaluates `graphs`, `replays
 import ast
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -119,12 +120,14 @@ class Declared:
     reference: str = "eager"
     headline: bool = False
     builds: tuple[str, ...] = ("",)
+    apart: str = ""
     traits: dict = field(default_factory=dict)
     formerly: str = ""
 
 
 # Keywords of @variant that the command line needs: literals.
-LITERALS = ("kind", "help", "parity", "reference", "headline", "builds", "traits", "formerly")
+LITERALS = ("kind", "help", "parity", "reference", "headline", "builds", "apart", "traits", "formerly")
+_APART = re.compile("[a-z][a-z0-9_]{0,39}")
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,8 @@ def variant(
             reference: the variant, a step function, that parity compares with ("eager").
             headline: whether `make bench` runs the variant when no VARIANTS are given.
             builds: names of the builds that have this variant; "" is the preset as it is.
+            apart: variants of one such name are measured in a process of their own, with eager and its control and no
+                other variant: for code that changes the process in which others are timed, as a compiler's.
             traits: name -> text of what sets the variant apart from the model's other ones: layer, arithmetic, batches
                 (ratios are formed between variants of equal ones), kernels (where they round otherwise than those of
                 the reference), extra_work (of an eager: beside what eager does, so it should never be the fastest), and
@@ -205,8 +210,8 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
     """Read from source which variants modules declare, by name.
 
     Raises:
-        ValueError: a variant is declared twice, an argument is no literal, a kind or parity is unknown, or a reference
-            is no step function; the text names file and line.
+        ValueError: a variant is declared twice, an argument is no literal, a kind or parity is unknown, `apart` is no
+            word, or a reference is no step function; the text names file and line.
     """
     variants: dict[str, Declared] = {}
     for module in modules:
@@ -234,12 +239,21 @@ def scan(modules: Sequence[str]) -> dict[str, Declared]:
             # Written so that NaN is refused.
             if not (parity in (None, "bitwise") or (isinstance(parity, float) and 0 <= parity < 1)):
                 raise ValueError(f"{place}: parity {parity!r} is not 'bitwise', None, or a float from 0.0 to below 1.0")
+            if "apart" in literals:
+                _require_apart(place, literals["apart"], literals["kind"])
             text = (ast.get_docstring(node) or "").split("\n")[0].rstrip(".")
             takes_index = isinstance(node, ast.FunctionDef) and "capture" not in {arg.arg for arg in node.args.args}
             fields = {"name": name, "modules": (module,), "place": place, "takes_index": takes_index, "help": text}
             variants[name] = Declared(**fields | literals)
     _require_references(modules[0], variants)
     return variants
+
+
+def _require_apart(place, apart, kind):
+    if not isinstance(apart, str) or not _APART.fullmatch(apart):
+        raise ValueError(f"{place}: apart {apart!r} is no word of a to z, 0 to 9 and _, at most 40")
+    if kind == "eager":
+        raise ValueError(f"{place}: apart {apart!r} of an eager variant: every process has its eager")
 
 
 def path_of(module: str) -> Path:
@@ -294,6 +308,9 @@ def parse(
     script = script_of(model)
     with command_line.mistakes_in_one_line(f"python -m {script}"):
         variants = scan([script, *(f"{script.rpartition('.')[0]}.{file}" for file in files)])
+        for declared in variants.values():
+            if declared.apart in (builds or {}):
+                raise ValueError(f"{declared.place}: apart {declared.apart!r} is the name of a build")
         if argv is None:
             _alias_main(model)
     require = facts.pop("require", None)

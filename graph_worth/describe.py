@@ -28,6 +28,7 @@ def describe(model: str, presets: dict, variants: dict, facts: dict, changed_pre
         "traits": {variant.name: dict(variant.traits) for variant in declared if variant.traits},
         "headline": [variant.name for variant in declared if variant.headline],
         "formerly": {variant.formerly: variant.name for variant in declared if variant.formerly},
+        "apart": {variant.name: variant.apart for variant in declared if variant.apart},
         "variant_builds": {variant.name: list(variant.builds) for variant in declared},
         **facts,
         "builds": {"": {}, **(facts.get("builds") or {})},

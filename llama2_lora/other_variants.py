@@ -79,6 +79,7 @@ class GraphedByTransformerEngine:
     help="torch.compile of plain PyTorch layers (default mode, no graphs)",
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
+    apart="compiled",
 )
 def compiled(state: State, capture, mode="default"):
     require_compiler(state.device)
@@ -94,6 +95,7 @@ def compiled(state: State, capture, mode="default"):
     graphs=None,
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
+    apart="reduce_overhead",
 )
 def reduce_overhead(state: State, capture):
     return compiled(state, capture, "reduce-overhead")
@@ -119,6 +121,7 @@ def in_fp4(state: State, capture):
     graphs=None,
     parity="bitwise",
     builds=("torch_bf16",),
+    apart="parameterized",
 )
 def parameterized(state: State, capture):
     return Parameterized(state, eager_step, _layers(state), "each layer", capture=capture)

@@ -12,6 +12,7 @@ from llama31.train import GraphedStep, eager_step
     help="torch.compile of the layers (default mode, no graphs)",
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
+    apart="compiled",
 )
 def compiled(state: State, capture, mode="default"):
     require_compiler(state.device)
@@ -25,6 +26,7 @@ def compiled(state: State, capture, mode="default"):
     graphs=None,
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
+    apart="reduce_overhead",
 )
 def reduce_overhead(state: State, capture):
     return compiled(state, capture, "reduce-overhead")
@@ -51,6 +53,7 @@ def in_fp4(state: State, capture):
     graphs=None,
     parity="bitwise",
     builds=("torch_bf16",),
+    apart="parameterized",
 )
 def parameterized(state: State, capture):
     functions, modules = _layers(state), [*state.layers]

@@ -45,13 +45,13 @@ def graph_step_lightning(state: State, capture):
     return LightningGraph(state, capture)
 
 
-@variant("compile", kind="compile", parity=1e-3)
+@variant("compile", kind="compile", parity=1e-3, apart="compiled")
 def compiled(state: State, capture, mode="default"):
     """torch.compile of the UNet, no graphs."""
     return Compiled(state, eager_step, [(state, "model")], "the UNet", mode, capture=capture)
 
 
-@variant("graph_step_compile", kind="compile", graphs=1, parity=1e-3, formerly="compile_graph")
+@variant("graph_step_compile", kind="compile", graphs=1, parity=1e-3, apart="compiled", formerly="compile_graph")
 def compiled_graphed(state: State, capture):
     """torch.compile of the UNet inside the full-iteration graph."""
     unet = compiled(state, capture)
@@ -65,7 +65,7 @@ def compiled_graphed(state: State, capture):
     return graphed
 
 
-@variant("reduce_overhead", kind="compile", graphs=None, parity=1e-3)
+@variant("reduce_overhead", kind="compile", graphs=None, parity=1e-3, apart="reduce_overhead")
 def reduce_overhead(state: State, capture):
     """torch.compile(mode='reduce-overhead') of the UNet: graphs as torch makes them."""
     return compiled(state, capture, "reduce-overhead")
@@ -73,7 +73,7 @@ def reduce_overhead(state: State, capture):
 
 # torch's compiler adds the gradients of a block's input up before those of its other readers, so that they round
 # otherwise; launches have the bits of backend="aot_eager".
-@variant("graph_parameterized", kind="graph", graphs=None, parity=1e-2)
+@variant("graph_parameterized", kind="graph", graphs=None, parity=1e-2, apart="parameterized")
 def parameterized(state: State, capture):
     """Forward and backward of each block of the UNet as graphs without a pool, on the memory of the eager step.
 

@@ -18,7 +18,7 @@ def ranks(results: Results) -> Page:
     points = results.points[(results.points["gpu"] != "CPU") & (results.points["ranks"] > 1)]
     points = points[(points["busy_processes"] == 0) & ~points["control"] & (points["status"] == PASS)]
     points = points.assign(graph=points["kind"] != "eager").sort_values(["workload", "run", "graph", "variant"])
-    ends_of = [(point, _ends(results.judged[point.run, point.build], point.variant)) for point in points.itertuples()]
+    ends_of = [(point, _ends(results.judged[point.run, point.process], point.variant)) for point in points.itertuples()]
     lines = [(point, percentiles) for point, percentiles in ends_of if percentiles]
     if not lines:
         raise NotDrawn("no run of several ranks on a GPU has steps")

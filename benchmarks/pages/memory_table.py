@@ -29,10 +29,14 @@ def markdown(results: Results, page: Path, _: str = "") -> str:
 
 
 def _of_run(results: Results, row: Row, page: Path) -> Iterator[list[str]]:
-    judged = results.judged[row.memory_run, row.build]
+    builds = results.builds_of(row.memory_run, row.build)
+    # Variants that stand apart have an eager of their own.
+    judged_by_name = {name: judged for judged in reversed(builds) for name in judged.build.variants}
     gpu = in_markdown(headlines.short(row.gpu))
     link = tables.linked_file(f"{row.workload} ({gpu})", Path(row.memory_path), page)
-    for name, variant in judged.build.variants.items():
+    for name in dict.fromkeys(name for judged in builds for name in judged.build.variants):
+        judged = judged_by_name[name]
+        variant = judged.build.variants[name]
         if variant.alone is None or not judged.passed(name):
             continue
         ratio, alone = judged.ratio_of(name), variant.alone

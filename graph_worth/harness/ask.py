@@ -184,13 +184,18 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
         if name in unchanged:
             continue
         names = {name} if name else {name, *unchanged}
-        variants = [variant for variant in chosen if names & set(_builds_of(variant, description))]
-        kinds = {description["kinds"][variant] for variant in variants}
-        is_new = not {variant for build in request.builds for variant in build.variants} >= set(variants)
-        # Eagers of a build alone say nothing that another build has not said.
+        of_build = [variant for variant in chosen if names & set(_builds_of(variant, description))]
         is_undone = {text.split("=")[0] for text in args.flags} & set(map(flag_of, fields))
-        if "eager" in kinds and (is_new or kinds != {"eager"}) and not is_undone:
-            request.builds.append(_build(request, name, fields, variants, has_control=not args.no_control))
+        if is_undone or not any(description["kinds"][variant] == "eager" for variant in of_build):
+            continue
+        groups = _groups(of_build, description)
+        for apart, variants in groups.items():
+            measured = {variant for build in request.builds for variant in build.variants}
+            measured |= {variant for group in groups.values() if group is not variants for variant in group}
+            # Eagers alone say nothing that another build has not said.
+            if {description["kinds"][variant] for variant in variants} != {"eager"} or not measured >= set(variants):
+                has_control = not args.no_control
+                request.builds.append(_build(request, name, fields, variants, has_control, apart))
     if not request.builds:
         raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")
     return request
@@ -233,7 +238,23 @@ def _builds_of(variant, description):
     return description["variant_builds"][variant]
 
 
-def _build(request, name, fields, variants, has_control) -> BuildRequest:
+def _groups(variants, description) -> dict[str, list[str]]:
+    """Name that variants stand apart by, "" first -> these, with the first eager and with what they are compared with.
+
+    Processes differ: torch's reduce-overhead, which uses a second stream, slows the graphs that others made.
+    """
+    apart, kinds, references = (description.get(key, {}) for key in ("apart", "kinds", "reference"))
+    eagers = [name for name in variants if name in script.eagers_of(description)]
+    first = next(iter(eagers), next(name for name in variants if kinds[name] == "eager"))
+    groups = {"": [name for name in variants if not apart.get(name)]}
+    for group in dict.fromkeys(filter(None, map(apart.get, variants))):
+        members = [name for name in variants if apart.get(name) == group]
+        wanted = {first, *members, *(references.get(name, "eager") for name in members)}
+        groups[group] = [name for name in variants if name in wanted]
+    return groups
+
+
+def _build(request, name, fields, variants, has_control, apart) -> BuildRequest:
     description, on_gpu = request.description, bool(request.gpus.names)
     options = [text for key, value in fields.items() for text in (flag_of(key), str(value))]
     script_words = [*script.words_of(request.model), "--preset", request.preset]
@@ -253,7 +274,8 @@ def _build(request, name, fields, variants, has_control) -> BuildRequest:
     parity = description.get("parity_variables") if on_gpu else None
     layers = _asked("layers", [*request.flags, *options], description["presets"][request.preset])
     return BuildRequest(
-        name=name,
+        name=facts.joined(name, apart),
+        apart=apart,
         fields=fields,
         variants=declared,
         command=lambda variant: request.launch.command([*script_words, "--variant", variant, *request.flags, *options]),

@@ -136,18 +136,28 @@ def request(args: argparse.Namespace, usual: str | None = None) -> Options:
 
 def verdict(measured: Run) -> tuple[int, str]:
     """Return the exit status and the sentence that a run comes to."""
-    (judged,) = judge.judged(measured).values()
-    graphs = [name for name, variant in judged.build.variants.items() if variant.kind in ("graph", "compile")]
-    passed = [name for name in graphs if judged.passed(name)]
-    wrong = [name for name in graphs if judged.verdicts[name].is_wrong_numbers]
-    eager = judged.verdicts.get("eager")
+    builds = [*judge.judged(measured).values()]
+    graphs = {
+        name: judged
+        for judged in builds
+        for name, variant in judged.build.variants.items()
+        if variant.kind in ("graph", "compile")
+    }
+    passed = {name: judged for name, judged in graphs.items() if judged.passed(name)}
+    wrong = [name for name, judged in graphs.items() if judged.verdicts[name].is_wrong_numbers]
+    eager = next((judged.verdicts["eager"] for judged in builds if "eager" in judged.verdicts), None)
     if graphs and not passed and eager is not None and eager.status == "failed":
         return EAGER_FAILED, f"The eager step failed: {eager.reason}."
     if graphs and not passed:
-        return _none_passed({name: judged.verdicts[name] for name in graphs}, wrong)
+        return _none_passed({name: judged.verdicts[name] for name, judged in graphs.items()}, wrong)
     if measured.device == "cpu" or not graphs:
-        return NOT_MEASURED, _not_measured(judged, passed, wrong)
-    return _measured(judged, passed, wrong)
+        return NOT_MEASURED, _not_measured(_first(builds), passed, wrong)
+    return _measured(passed, wrong)
+
+
+def _first(builds: list[Judged]) -> Judged:
+    """The build that speaks for the eager step: the first one in which it passed."""
+    return next((judged for judged in builds if judged.base), builds[0])
 
 
 def _none_passed(graphs: dict[str, Verdict], wrong):
@@ -176,8 +186,8 @@ def _not_measured(judged: Judged, passed, wrong) -> str:
     return " ".join(parts) or "Not measured."
 
 
-def _measured(judged: Judged, passed, wrong) -> tuple[int, str]:
-    ratios = {name: judged.ratio_of(name) for name in passed}
+def _measured(passed: dict[str, Judged], wrong) -> tuple[int, str]:
+    ratios = {name: judged.ratio_of(name) for name, judged in passed.items()}
     bounded_ratios = {name: ratio for name, ratio in ratios.items() if ratio is not None and ratio.cycles > 1}
     if not bounded_ratios:
         return NOT_MEASURED, "Not measured: fewer than two cycles."
@@ -279,10 +289,11 @@ def require_torch(python: str, is_named: bool) -> None:
 
 def _as_json(measured: Run, path: Path, sentence: str) -> dict:
     """The numbers behind a verdict; times in ms, the eager step's and its busy time's quotient as "at_most"."""
-    (judged,) = judge.judged(measured).values()
-    ratios = {
-        name: judged.ratio_of(name) for name in judged.build.variants if judged.passed(name) and name != judged.base
-    }
+    builds = [*judge.judged(measured).values()]
+    judged = _first(builds)
+    # Variants that stand apart have an eager and a control of their own.
+    timed = {name: build for build in reversed(builds) for name in build.build.variants if build.passed(name)}
+    ratios = {name: build.ratio_of(name) for name, build in timed.items() if name != build.base}
     return {
         "text": sentence,
         "run": str(path),
@@ -290,7 +301,7 @@ def _as_json(measured: Run, path: Path, sentence: str) -> dict:
         "busy_ms": judged.working(judged.base).value,
         "at_most": judged.ceiling(judged.base),
         "variants": {
-            name: {"ms": judged.ms(name), "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
+            name: {"ms": timed[name].ms(name), "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
             for name, ratio in ratios.items()
             if ratio is not None
         },
@@ -343,8 +354,8 @@ def _measure(args, answer: dict) -> int:
         print("The eager step failed, so nothing was timed.")
         return EAGER_FAILED
     status, sentence = verdict(measured)
-    (judged,) = judge.judged(measured).values()
-    whole = judged.verdicts.get("graph_step")
+    builds = judge.judged(measured).values()
+    whole = next((judged.verdicts["graph_step"] for judged in builds if "graph_step" in judged.verdicts), None)
     # The others may be trusted where the run itself found the graph of the whole step wrong.
     is_seen = whole is not None and whole.status in ("failed", "numerics_failed")
     if doctor_status == WRONG and status != NO_CAPTURE and not is_seen:

@@ -40,7 +40,7 @@ def _build(name: str, judged: Judged) -> dict:
     rows = [_row(judged, variant_name) for variant_name in web.timed(judged)]
     best = max((row for row in rows if row["is_graph"]), key=lambda row: row["low"], default=None)
     return {
-        "title": build_title(name, judged.build.fields),
+        "title": build_title(name, judged.build.fields, judged.build.apart),
         "verdict": _verdict(judged, best),
         "rows": rows,
         "has_memory": any(row["cells"]["GiB"] for row in rows),

@@ -23,6 +23,7 @@ import secrets
 import signal
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -113,7 +114,7 @@ def _header(request, args) -> dict:
         | {key: getattr(args, key) for key in ask.flags_for("header")},
         "host": {"boot": env["boot_id"], "cpu": env["cpu"], "gpus": [], "versions": {"torch": env["torch"]}},
         "builds": {
-            build.name: {key: getattr(build, key) for key in ("fields", "variants", "asked_layers")}
+            build.name: {key: getattr(build, key) for key in ("apart", "fields", "variants", "asked_layers")}
             for build in request.builds
         },
     }
@@ -140,11 +141,12 @@ def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> N
         StartFailed: a worker of a build that ran before, or one that was killed, does not start, and there are cycles.
     """
     settings = settings_of(args, request.preset)
-    for build in request.builds:
+    for number, build in enumerate(request.builds):
         if len(request.builds) > 1:
             names = ", ".join(name for name in build.variants if name != CONTROL)
-            _say(f"{run_table.build_title(build.name, build.fields) or 'the preset as it is'}: {names}")
-        measurement = BuildMeasurement(build, settings, facts, log, _say)
+            title = run_table.build_title(build.name, build.fields, build.apart) or "the preset as it is"
+            _say(f"{number + 1} of {len(request.builds)}: {title}: {names}")
+        measurement = BuildMeasurement(build, _share(settings, len(request.builds) - number), facts, log, _say)
         try:
             measurement.measure()
         except OutOfVariants as end:
@@ -157,6 +159,14 @@ def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> N
                 ) from None
             measurement.leave_out_rest(*(("unsupported", end.reason) if end.is_refusal else (end.kind, str(end))))
     facts.add("end", end_utc=partial.utc())
+
+
+def _share(settings: Settings, builds_left: int) -> Settings:
+    """The settings with as much of the time that is left as each build has that is left."""
+    if settings.end_s is None:
+        return settings
+    now_s = time.monotonic()
+    return replace(settings, end_s=now_s + max(0.0, settings.end_s - now_s) / builds_left)
 
 
 def _say(text):

@@ -210,7 +210,7 @@ def _forwards(state):
     return [(module, "forward") for module in state.modules]
 
 
-@variant("compile", kind="compile", parity=1e-2, headline=True)
+@variant("compile", kind="compile", parity=1e-2, headline=True, apart="compiled")
 class CompiledModules(Compiled):
     """torch.compile of the modules, without graphs.
 
@@ -247,7 +247,7 @@ class CompiledModules(Compiled):
             raise
 
 
-@variant("graph_compiled", kind="compile", graphs=None, replays=1, parity=1e-2, headline=True)
+@variant("graph_compiled", kind="compile", graphs=None, replays=1, parity=1e-2, headline=True, apart="compiled")
 class GraphedCompiledStep(GraphedStep):
     """The whole step in one graph, its modules compiled."""
 
@@ -264,7 +264,7 @@ class GraphedCompiledStep(GraphedStep):
         capture.strategy = f"the whole step, its modules compiled by torch.compile{self.compiled.numbers}"
 
 
-@variant("reduce_overhead", kind="compile", graphs=None, parity=1e-2, headline=True)
+@variant("reduce_overhead", kind="compile", graphs=None, parity=1e-2, headline=True, apart="reduce_overhead")
 class ReducedOverhead(CompiledModules):
     """torch.compile of the modules, whose mode reduce-overhead captures graphs itself."""
 
@@ -272,7 +272,12 @@ class ReducedOverhead(CompiledModules):
 
 
 @variant(
-    "graph_parameterized", kind="graph", graphs=None, parity=1e-2, traits={"part": "forward and backward of modules"}
+    "graph_parameterized",
+    kind="graph",
+    graphs=None,
+    parity=1e-2,
+    apart="parameterized",
+    traits={"part": "forward and backward of modules"},
 )
 class ParameterizedModules(Parameterized):
     """Forward and backward of each module as graphs without a pool, launched on the memory of the eager step."""

@@ -288,6 +288,22 @@ def test_without_a_variant_it_is_the_first_headline_graph():
         script.first_graph(made(["eager"], eager="eager", b="compile"))
 
 
+def test_a_variant_that_stands_apart_is_swept_with_eager_alone(go):
+    runner = Runner(names=("eager", "graph_layer"))
+    asked = []
+
+    def stands_apart(args):
+        asked.append(args.variants)
+        ((own, path),), is_refused = runner(args)
+        build = own.builds.pop("")
+        build.apart, build.variants["compile"] = "compiled", build.variants.pop("graph_layer")
+        own.builds["torch_bf16+compiled"] = build
+        return [(own, path)], is_refused
+
+    assert go(stands_apart, "2,4", "--variant", "compile") == 0
+    assert asked == ["eager,compile"] * 2
+
+
 # ------------------------------------------------------------------------------------------------
 # Mistakes
 

@@ -188,7 +188,18 @@ def test_describe_is_one_line_of_json(capsys):
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     description = json.loads(out)
-    about = ["kinds", "bitwise", "tolerance", "reference", "traits", "headline", "formerly", "builds", "variant_builds"]
+    about = [
+        "kinds",
+        "bitwise",
+        "tolerance",
+        "reference",
+        "traits",
+        "headline",
+        "formerly",
+        "builds",
+        "apart",
+        "variant_builds",
+    ]
     assert set(description) == {"model", "presets", "variants", *about}
     assert description["kinds"] == {"eager": "eager", "graph": "graph"} and description["bitwise"] == ["graph"]
     assert description["model"] == "toy"

@@ -1,5 +1,6 @@
 """contract.py, script/session.py: mistakes of a script in one line, promises that depend on the config."""
 
+import json
 import os
 import subprocess
 import sys
@@ -68,6 +69,18 @@ def test_a_script_outside_of_the_repository_trains_by_its_own_loop(train):
                 '"near"': "parity 'near' is not",
             }.items()
         ),
+        *(
+            (GRAPH, f"{GRAPH}apart={text}, ", said)
+            for text, said in {
+                '""': "apart '' is no word of a to z, 0 to 9 and _",
+                '"a+b"': "apart 'a+b' is no word",
+                '"a" * 41': "of a variant are literals",
+                f'"{"a" * 41}"': f"apart '{'a' * 41}' is no word",
+                "1": "apart 1 is no word",
+                "None": "apart None is no word",
+            }.items()
+        ),
+        ('"eager", kind="eager"', '"eager", apart="alone", kind="eager"', "apart 'alone' of an eager variant"),
         (GRAPH, GRAPH + "**{}, ", "the keywords of a variant stand in its decorator, without **"),
         (
             'parse("mine", Config, presets)',
@@ -80,6 +93,15 @@ def test_mistakes_of_a_declaration_are_one_line_before_torch_is_imported(train, 
     done = train("--help", replaced=[(old, new)])
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("python -m mine.train: ") and message in done.stderr
+
+
+def test_variants_stand_apart_by_a_name_that_no_build_has(train):
+    builds = ('parse("mine", Config, presets)', 'parse("mine", Config, presets, builds={"large": {"width": 512}})')
+    done = train("--help", replaced=[(GRAPH, GRAPH + 'apart="large", '), builds])
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "apart 'large' is the name of a build" in done.stderr
+    done = train("--describe", replaced=[(GRAPH, GRAPH + 'apart="alone", '), builds])
+    assert json.loads(done.stdout)["apart"] == {"graph_step": "alone"}
 
 
 @pytest.mark.slow

@@ -131,6 +131,14 @@ def made_run(
     return run
 
 
+def with_apart(run: Run, apart: str, **changes) -> Run:
+    """Add the only build of another made run to a run, as that of variants that stand apart."""
+    (build,) = made_run(**changes).builds.values()
+    build.apart = apart
+    run.builds[f"+{apart}"] = build
+    return run
+
+
 def _fact(fact, variant="", /, **more):
     return {"fact": fact, "build": "", "variant": variant, **more}
 

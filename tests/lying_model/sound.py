@@ -110,6 +110,13 @@ class NeedsRoom(Graphed):
         self.state.rooms = 0
 
 
+@variant("graph_alone", kind="graph", graphs=1, parity="bitwise", apart="alone")
+@variant("graph_aside_too", kind="graph", graphs=1, parity="bitwise", apart="aside")
+@variant("graph_aside", kind="graph", graphs=1, parity="bitwise", apart="aside")
+class Aside(Graphed):
+    """As graph_step, in another process than it."""
+
+
 @variant(
     "graph_too_large", kind="graph", graphs=1, parity="bitwise", reference="eager_too_large", builds=("too_large",)
 )

@@ -57,7 +57,8 @@ class BuildRequest:
     """One build of a run.
 
     Attributes:
-        name: "" for the preset as it is.
+        name: "" for the preset as it is; see `facts.joined` for the builds of variants that stand apart.
+        apart: the name that its variants besides eager stand apart by.
         fields: fields of the script's configuration that differ from the preset.
         variants: declaration of each variant, in order; see `graph_worth.harness.ask`.
         command: command(variant) starts a worker whose first variant is this one.
@@ -77,3 +78,4 @@ class BuildRequest:
     eagers: list[str] = field(default_factory=list)
     asked_layers: int | None = None
     ranks: int = 1
+    apart: str = ""

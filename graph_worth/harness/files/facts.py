@@ -345,11 +345,14 @@ class Build(Struct, kw_only=True):
 
     Attributes:
         anchor: the eager variant that has two blocks in each cycle and that the control repeats; "" without a cycle.
+        apart: name by which its variants besides eager stand apart (graph_worth.contract.variant), in a process of
+            their own; the build's name ends in it, see `joined`. Older files have none.
         flops_notes: what belongs beside a rate, such as work of a step that is not counted.
         asked_layers: layers of the preset and the flags; `config` has those that the GPU holds.
     """
 
     anchor: Name = ""
+    apart: Name = ""
     fields: dict = field(default_factory=dict)
     asked_layers: int | None = None
     config: dict = field(default_factory=dict)
@@ -439,6 +442,11 @@ class Census(Struct, kw_only=True):
     id: Name
     left_out: dict[Name, Text]
     runs: list[Run]
+
+
+def joined(build: str, apart: str) -> str:
+    """Return the name of a build in a run: validate, or validate+compiled for variants that stand apart by a name."""
+    return f"{build}+{apart}" if apart else build
 
 
 def title_of(model: str, preset: str, label: str) -> str:

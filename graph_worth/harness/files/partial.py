@@ -183,6 +183,7 @@ def _build(declared, facts, control) -> Build:
     }
     fields = {
         "anchor": anchor,
+        "apart": declared.get("apart", ""),
         "fields": _without_folders(declared.get("fields", {})),
         "asked_layers": declared.get("asked_layers"),
         **{key: _without_folders(worker[key]) for key in OF_BUILD if key in worker},

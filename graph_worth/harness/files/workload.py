@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 from graph_worth.folders import OWN_STEP
-from graph_worth.harness.files.facts import Build, Run, stem, title_of
+from graph_worth.harness.files.facts import Build, Run, joined, stem, title_of
 
 
 @dataclass(frozen=True, order=True)
@@ -54,7 +54,13 @@ def workload_of(run: Run, build: str = "", busy: int = 0) -> Workload:
     label = "-".join(filter(None, [run.label, _instead(run, build_facts) if build_facts else ""]))
     flags = run.flags if run.model == OWN_STEP else []
     digest = next((after for flag, after in itertools.pairwise(flags) if flag == "--step-digest"), "")
-    return Workload(gpu, run.ranks, run.model, preset, label, build, busy, digest)
+    return Workload(gpu, run.ranks, run.model, preset, label, build_of(run, build), busy, digest)
+
+
+def build_of(run: Run, name: str) -> str:
+    """Return the build whose state a build of a run has: itself, unless its variants stand apart."""
+    build = run.builds.get(name)
+    return name.removesuffix(joined("", build.apart)) if build else name
 
 
 def _instead(run: Run, build: Build) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from graph_worth.folders import OWN_STEP
 from graph_worth.harness import intervals, judge
-from graph_worth.harness.files.facts import Run
+from graph_worth.harness.files.facts import Run, joined
 from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS, Judged
 from graph_worth.harness.pages import cells
@@ -26,6 +26,7 @@ def report(run: Run) -> str:
     builds = judge.judged(run)
     parts = [_build_report(name, judged) for name, judged in builds.items()]
     text = "\n\n".join(part for part in parts if part)
+    text += across(builds)
     if run.device != "cpu" or not any(
         variant.blocks for judged in builds.values() for variant in judged.build.variants.values()
     ):
@@ -49,10 +50,18 @@ def on_a_cpu(builds: Iterable[Judged]) -> str:
     return "Measured on a CPU, which says nothing about the speed of a GPU."
 
 
-def build_title(name: str, fields: dict) -> str:
+def across(builds: dict[str, Judged]) -> str:
+    """Return a line for a run whose variants stand apart from others: each compares with the eager of its process."""
+    is_apart = len(builds) > 1 and any(judged.build.apart for judged in builds.values())
+    return "\n\nEach ratio compares with the eager of its own table, which ran in the same process." * is_apart
+
+
+def build_title(name: str, fields: dict, apart: str = "") -> str:
     """Return a build's name and flags, as in validate (--validate-every 4); "" for the preset itself."""
     flags = " ".join(f"--{field.replace('_', '-')} {value}" for field, value in fields.items())
-    return f"{name} ({flags})" if name and flags else name
+    build = name.removesuffix(joined("", apart))
+    title = f"{build} ({flags})" if build and flags else build
+    return ", ".join(filter(None, [title, f"{apart}, in a process of its own with eager" if apart else ""]))
 
 
 def rates(judged: Judged) -> str:
@@ -79,6 +88,8 @@ def suite(runs: list[Run], has_dates: bool = False) -> str:
                 name: variant for name, variant in judged.build.variants.items() if variant.kind in ("graph", "compile")
             }
             headline = [name for name, variant in graphs.items() if variant.headline] or graphs
+            if judged.build.apart and len(run.builds) > 1:
+                headline = [name for name in headline if graphs[name].headline]
             for name in headline:
                 ratio = judged.ratio_of(name)
                 if ratio is not None:
@@ -92,7 +103,7 @@ def _build_report(name: str, judged: Judged) -> str:
     build, run = judged.build, judged.run
     if not any(variant.blocks for variant in build.variants.values()):
         return _faults(judged)
-    lines = [f"{build_title(name, build.fields)}:"] if name else []
+    lines = [f"{build_title(name, build.fields, build.apart)}:"] if name else []
     number = max(cycle.busy_processes for cycle in build.cycles)
     for busy in sorted({bool(cycle.busy_processes) for cycle in build.cycles}):
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []

@@ -14,7 +14,7 @@ from graph_worth.harness import measure
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Alone, Latency, Raised, stem
 from graph_worth.harness.pages import run_table
-from tests.helpers.made_run import made_run, put, write
+from tests.helpers.made_run import FOLDER, made_run, put, with_apart, write
 
 MUON = ROOT / "results/h100x1/your_step-bench-muon-build/20261126T001619Z-757612f1.json"
 H100 = ({"name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-2"},)
@@ -339,6 +339,16 @@ def test_memory_of_parameterized_launches_stands_beside_that_of_the_runs_other_v
     put(tmp_path, 0, names=tuple(ms), ms=ms, alone={"eager": 2**30, "graph_parameterized": 2**31})
     eager, launched = table("memory", tmp_path).splitlines()[2:]
     assert eager.endswith("| `eager` | 10.00 | base |  | 1.00 | 2.00 |  |")
+    assert launched.endswith("| `graph_parameterized` | 8.00 | 1.250x |  | 2.00 | 4.00 |  |")
+
+
+def test_memory_of_parameterized_launches_that_stand_apart_stands_beside_that_of_the_preset(tmp_path):
+    run = made_run(ms={"graph_layer": 9.0}, alone={"eager": 2**30, "graph_layer": 2**30})
+    alone = {"eager": 2**29, "graph_parameterized": 2**31}
+    with_apart(run, "parameterized", names=("eager", "graph_parameterized"), ms={"graph_parameterized": 8}, alone=alone)
+    write(run, tmp_path / FOLDER)
+    eager, layer, launched = table("memory", tmp_path).splitlines()[2:]
+    assert eager.endswith("| `eager` | 10.00 | base |  | 1.00 | 2.00 |  |") and "`graph_layer`" in layer
     assert launched.endswith("| `graph_parameterized` | 8.00 | 1.250x |  | 2.00 | 4.00 |  |")
 
 

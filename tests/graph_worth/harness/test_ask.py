@@ -24,7 +24,7 @@ def builds(*argv, model="llama31"):
     ids=["preset", "flags"],
 )
 def test_a_build_that_changes_nothing_is_measured_with_the_preset(argv):
-    assert builds(*argv) == {"": ["eager", "graph_step", "compile"]}
+    assert builds(*argv) == {"": ["eager", "graph_step"], "+compiled": ["eager", "compile"]}
 
 
 def test_a_build_that_changes_the_preset_has_an_eager_of_its_own():
@@ -32,7 +32,7 @@ def test_a_build_that_changes_the_preset_has_an_eager_of_its_own():
     assert builds(*argv) == {
         "": ["eager", "graph_fwd_bwd"],
         "validate": ["eager", "graph_fwd_bwd"],
-        "torch_bf16": ["eager", "compile"],
+        "torch_bf16+compiled": ["eager", "compile"],
     }
     # Some of its flags alone leave it out: it would undo them.
     assert builds(*argv, "--", *TORCH[:2]).keys() == {"", "validate"}
@@ -47,10 +47,24 @@ def test_a_build_that_changes_the_preset_has_an_eager_of_its_own():
         ("stable_diffusion", "graph_step", ("--preset", "tiny")),
     ],
 )
-def test_parameterized_launches_share_a_worker_with_other_graphs(model, graph, argv):
-    names = ["eager", graph, "reduce_overhead", "graph_parameterized"]
-    assert {name: sorted(own) for name, own in builds("--variants", ",".join(names), *argv, model=model).items()} == {
-        "": sorted(names)
+def test_compiled_code_shares_no_worker_with_other_graphs(model, graph, argv):
+    names = ["eager", graph, "compile", "reduce_overhead", "graph_parameterized"]
+    assert builds("--variants", ",".join(names), *argv, model=model) == {
+        "": ["eager", graph],
+        "+compiled": ["eager", "compile"],
+        "+reduce_overhead": ["eager", "reduce_overhead"],
+        "+parameterized": ["eager", "graph_parameterized"],
+    }
+    assert builds("--variants", "eager,reduce_overhead", *argv, model=model) == {
+        "+reduce_overhead": ["eager", "reduce_overhead"]
+    }
+
+
+def test_another_eager_keeps_the_build_of_variants_that_stand_together():
+    argv = ("--preset", "tiny", "--variants", "eager_twin,graph_alone")
+    assert builds(*argv, model="tests.lying_model") == {
+        "": ["eager", "eager_twin"],
+        "+alone": ["eager", "graph_alone"],
     }
 
 

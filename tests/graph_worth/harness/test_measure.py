@@ -12,13 +12,15 @@ import pytest
 
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import command, judge, measure, report
+from graph_worth.harness import run as run_command
+from graph_worth.harness.builds.request import Settings
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.pages import reasons, run_table
 from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.your_step import step_file
 from tests.helpers.bench_process import wait_for
-from tests.helpers.made_run import made_run
+from tests.helpers.made_run import made_run, with_apart
 
 PARTS = ["graph_step", "graph_fwd_bwd", "graph_modules"]
 WHOLE = ["graph_step", "compile", "graph_compiled", "reduce_overhead"]
@@ -75,6 +77,33 @@ def test_a_verdict_without_a_graph_that_passes_says_why(given, reason, status):
         own.raised, own.blocks = Raised(kind=given, reason=reason), []
     found, sentence = measure.verdict(run)
     assert found == status and reason in sentence
+
+
+def test_the_verdict_is_of_the_best_variant_of_all_processes():
+    """Each is divided by the eager of its own process."""
+    run = made_run(ms={"graph_layer": 8.0})
+    with_apart(run, "reduce_overhead", names=("eager", "graph_swift"), ms={"eager": 12.0, "graph_swift": 6.0})
+    status, sentence = measure.verdict(run)
+    assert status == measure.FASTER and "(graph_swift): 2.000x" in sentence
+    variants = measure._as_json(run, Path("run.json"), sentence)["variants"]
+    assert {name: facts["ratio"] for name, facts in variants.items()} == pytest.approx(
+        {"graph_layer": 1.25, "graph_swift": 2.0}
+    )
+    # The whole run is wrong where one process is.
+    run.builds["+reduce_overhead"].variants["graph_swift"].blocks[0].losses = [1.0, 0.6]
+    assert "Wrong numbers: graph_swift." in measure.verdict(run)[1]
+    text = run_table.report(run)
+    assert "\nreduce_overhead, in a process of its own with eager:\n" in text
+    assert text.count("Each ratio compares with the eager of its own table") == 1
+
+
+def test_a_run_shares_its_time_among_its_builds(monkeypatch):
+    monkeypatch.setattr(run_command.time, "monotonic", lambda: 100.0)
+    settings = Settings(end_s=190.0)
+    assert [run_command._share(settings, left).end_s for left in (3, 2, 1)] == [130.0, 145.0, 190.0]
+    assert (
+        run_command._share(Settings(), 3).end_s is None and run_command._share(Settings(end_s=90.0), 3).end_s == 100.0
+    )
 
 
 def test_where_eager_fails_too_no_graph_is_blamed():

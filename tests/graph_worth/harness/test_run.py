@@ -1,15 +1,18 @@
 """`make bench`: cycles of blocks on the CPU, with a model whose variants are sound, lie or break."""
 
+import itertools
 import json
 import os
 import re
 import signal
+import statistics
 from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import frame
 from graph_worth.folders import ROOT
-from graph_worth.harness import ask, run
+from graph_worth.harness import ask, judge, run
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Reruns
 from graph_worth.harness.processes import launch, supervisor
@@ -101,6 +104,83 @@ def test_the_last_line_names_a_page_about_the_run(sound):
     page = ROOT / done.stdout.split()[-1]
     assert page.samefile(path.with_suffix(".html"))
     assert "On a CPU this shows that the variants train alike." in page.read_text()
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    """A run with variants in three processes, killed when the second one has measured a cycle, and gone on with."""
+
+    def make(out):
+        names = ["eager", "graph_step", "graph_aside", "graph_aside_too", "graph_alone"]
+        killed = start(out, names, "--cycles", 2)
+        seen = wait_for(killed, "2 of 3: aside, in a process of its own with eager: eager, graph_aside")
+        seen += wait_for(killed, "cycle 1 of 2")
+        killed.kill()
+        killed.communicate(timeout=120)
+        done = bench(out, names, "--cycles", 2)
+        return {"seen": seen, "stdout": done.stdout, "returncode": done.returncode}
+
+    out, done = once(tmp_path_factory, "apart", make)
+    return SimpleNamespace(**done), out
+
+
+@pytest.mark.slow
+def test_variants_that_stand_apart_share_a_process_with_eager_and_its_control(apart):
+    done, out = apart
+    assert done.returncode == 0, done.stdout
+    assert "goes on with" in done.stdout and "cycles so far: 3" in done.stdout
+    facts = only_run(out)
+    assert {name: sorted(build.variants) for name, build in facts.builds.items()} == {
+        "": ["control", "eager", "graph_step"],
+        "+aside": ["control", "eager", "graph_aside", "graph_aside_too"],
+        "+alone": ["control", "eager", "graph_alone"],
+    }
+    assert [build.apart for build in facts.builds.values()] == ["", "aside", "alone"]
+    processes = [
+        {block.process for variant in build.variants.values() for block in variant.blocks}
+        for build in facts.builds.values()
+    ]
+    assert all(mine.isdisjoint(theirs) for mine, theirs in itertools.combinations(processes, 2))
+    assert len(processes[0]) == len(processes[2]) == 1, "the second one was killed"
+    for judged in judge.judged(facts).values():
+        assert judged.base == "eager" and set(verdict.status for verdict in judged.verdicts.values()) == {"pass"}
+
+
+@pytest.mark.slow
+def test_ratios_of_variants_that_stand_apart_are_to_the_eager_of_their_process(apart):
+    done, out = apart
+    builds = judge.judged(only_run(out))
+    for judged, name in zip(builds.values(), ("graph_step", "graph_aside", "graph_alone"), strict=True):
+        bases = [block.mean_ms for block in judged.build.variants["eager"].blocks]
+        assert judged.ratio_of(name).base_ms == pytest.approx(statistics.geometric_mean(bases), rel=1e-6)
+    assert "alone, in a process of its own with eager:" in done.stdout
+    line = "Each ratio compares with the eager of its own table, which ran in the same process."
+    assert done.stdout.splitlines().count(line) == 1
+    # In tables over runs they belong to one workload, and eager and its control are there once.
+    points = frame.read(out)
+    assert points["workload"].nunique() == 1 and list(points["variant"]).count("control") == 1
+    assert dict(zip(points["variant"], points["process"], strict=True)) == {
+        "eager": "",
+        "graph_step": "",
+        "control": "",
+        "graph_aside": "+aside",
+        "graph_aside_too": "+aside",
+        "graph_alone": "+alone",
+    }
+    notes = {row.variant: row.note for row in frame.load(out).records()}
+    assert [name for name, note in notes.items() if "in a process of its own with eager" in note] == [
+        "graph_aside",
+        "graph_aside_too",
+        "graph_alone",
+    ]
+
+
+@pytest.mark.slow
+def test_a_variant_that_stands_apart_can_be_measured_by_itself(tmp_path):
+    done = bench(tmp_path, ["eager", "graph_alone"], "--cycles", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(only_run(tmp_path).builds) == ["+alone"] and "Each ratio compares" not in done.stdout
+    assert {row.variant for row in frame.load(tmp_path).records()} == {"eager", "graph_alone", "control"}
 
 
 @pytest.mark.slow
