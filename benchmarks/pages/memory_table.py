@@ -47,7 +47,10 @@ def _of_run(results: Results, row: Row, page: Path) -> Iterator[list[str]]:
             f"`{name}`",
             milliseconds(judged.ms(name)),
             times(ratio.ratio) if ratio else "base",
-            *(gib(size, 2) for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes, alone.driver_bytes)),
+            *(
+                gib(size, 2)
+                for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes, judged.driver_bytes(name))
+            ),
             cell(patched, ".1f"),
         ]
         link = ""

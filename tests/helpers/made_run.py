@@ -111,7 +111,9 @@ def made_run(
         if issue:
             facts.append(_fact("profile", name, busy_ms=issue[1], kernels=kernels, graph_share=0.9 * made))
     for name, size in (alone or {}).items():
-        facts.append(_fact("alone", name, peak_reserved_bytes=size, driver_bytes=2 * size, step_ms=[10.0, 10.0]))
+        facts.append(
+            _fact("alone", name, peak_reserved_bytes=size, driver_bytes=2 * size, is_only=True, step_ms=[10.0, 10.0])
+        )
     facts += [_fact("left_out", name, kind="unsupported", reason="needs a GPU") for name in unsupported]
     order = [*names, names[0]]
     for cycle in range(2 * cycles if busy else cycles):

@@ -115,12 +115,10 @@ class BuildWorker:
         self.partial.add("worker", build=self.request.name, **self.facts)
         return worker
 
-    def _begun(self, environment, how, starts_ahead=False) -> tuple[WorkerProcess, dict]:
+    def _begun(self, environment, how) -> tuple[WorkerProcess, dict]:
         """A worker that has built its state, and what it says of it. One that ends without a word gets a second try."""
         for tries_left in (1, 0):
             self._worker = worker = self._started(environment)
-            if starts_ahead:
-                self.start_ahead()
             try:
                 return worker, self._built(worker, how)
             except WorkerEnded as end:
@@ -162,7 +160,10 @@ class BuildWorker:
             raise WorkerEnded("error", f"{reason}; does another program use the GPU?", is_answer=True)
 
     def start_ahead(self) -> None:
-        """Start a worker that will be needed: it imports while another one works, and waits to be told to build."""
+        """Start a worker that will be needed: it imports while another one works, and waits to be told to build.
+
+        It makes its CUDA context meanwhile.
+        """
         # Several ranks would open their connections beside those at work.
         if self._next is None and self.remaining() and self.request.ranks == 1:
             environment = self.request.environment
@@ -189,17 +190,24 @@ class BuildWorker:
         return {"raised": answer["reason"]}
 
     def alone(self, asks: list[tuple[str, dict]], is_last: bool) -> Iterator[tuple[str, dict, dict]]:
-        """Yield (variant, command, answer) of a new worker that gets these alone, but for those without an answer."""
+        """Yield (variant, command, answer) of a new worker that gets these alone, but for those without an answer.
+
+        The next worker starts when this one has answered: the driver counts the CUDA context of all on the GPU.
+        """
         self.end()
         how, done = {"share": False, "parity": False}, 0
         for tries_left in (1, 0):
             try:
-                worker, _ = self._begun(self.request.environment, how, starts_ahead=not is_last)
+                worker, _ = self._begun(self.request.environment, how)
                 for number, (variant, command) in enumerate(asks):
                     if number < done and command["do"] != "capture":
                         continue
                     answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
                     done = max(done, number + 1)
+                    if command["do"] == "alone":
+                        answer["is_only"] = self._next is None
+                    if number == len(asks) - 1 and not is_last:
+                        self.start_ahead()
                     if answer.pop("say") == "done":
                         yield variant, command, answer
                     elif answer["fatal"]:

@@ -247,13 +247,16 @@ class Alone(Struct, kw_only=True):
         peak_reserved_bytes: most that torch's allocator held from before the capture on.
         steps_reserved_bytes: most that it held in the steps; the cache was given back before them. Older files have
             none.
-        driver_bytes: what the driver says is taken then, with CUDA's context and loaded kernels.
+        driver_bytes: what the driver says is taken on the GPU then, with CUDA's context and loaded kernels.
+        is_only: no other worker of the run was there when it answered. Where one was, as in all older files,
+            driver_bytes counts its context, too.
         step_ms: of each step.
     """
 
     peak_reserved_bytes: Whole
     steps_reserved_bytes: Whole | None = None
     driver_bytes: Whole | None = None
+    is_only: bool = False
     step_ms: list[Ms] = field(default_factory=list)
 
 

@@ -140,8 +140,38 @@ def test_an_answer_is_not_asked_for_twice(own, monkeypatch, made):
 def test_a_question_to_a_worker_of_its_own_is_tried_twice(own, monkeypatch):
     own.request.command = lambda variant: []
     left = starts(monkeypatch, Ends(KILLED, "alone"), Answers(), Ends(SILENT, "alone"), Answers())
-    assert list(own.alone(ALONE, is_last=True)) == [(*ALONE[0], FACTS)]
+    assert list(own.alone(ALONE, is_last=True)) == [(*ALONE[0], FACTS | {"is_only": True})]
     assert list(own.alone(ALONE, is_last=True)) == [] and len(left) == 1
+
+
+def test_the_next_worker_starts_when_the_last_question_to_one_of_its_own_is_answered(own, monkeypatch):
+    """The driver counts the CUDA contexts of both."""
+    order = []
+
+    class Noted(Answers):
+        def __init__(self, *words):
+            order.append("start")
+            super().__init__()
+
+        def call(self, command, limit_s):
+            order.append(command["do"])
+            return super().call(command, limit_s)
+
+    own.request.command = lambda variant: []
+    monkeypatch.setattr("graph_worth.harness.builds.build_worker.WorkerProcess", Noted)
+    asks = [ALONE[0], ("eager", {"do": "capture"})]
+    (_, _, memory), _ = own.alone(asks, is_last=False)
+    assert order == ["start", "build", "alone", "capture", "start"] and memory["is_only"]
+    ((_, _, memory),) = own.alone(ALONE, is_last=True)
+    assert order[5:] == ["build", "alone"] and memory["is_only"]
+
+    def beside_another(self, command, limit_s):
+        own.start_ahead()
+        return Answers.call(self, command, limit_s)
+
+    monkeypatch.setattr(Noted, "call", beside_another)
+    ((_, _, memory),) = own.alone(ALONE, is_last=True)
+    assert not memory["is_only"]
 
 
 @pytest.mark.parametrize("ask", ["ask", "try_ask"])
