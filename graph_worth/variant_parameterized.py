@@ -1,4 +1,4 @@
-"""The variant of every model that launches compiled regions on the memory of their callers."""
+"""The variant that launches compiled regions of a model on the memory of their callers."""
 
 import torch
 
@@ -30,16 +30,13 @@ class Parameterized(Compiled):
         CaptureError: every region was refused; the message has the reasons.
     """
 
-    # Each function must be one graph of the compiler; else each of its graphs is a region.
-    fullgraph = True
-
     def __init__(self, state, step, functions, what: str, summed=(), *, capture: Capture):
         # Imports the compiler, which takes seconds.
         from graph_worth.capture.parameterized import backend
 
         self.regions = backend.Regions()
         self._summed = list(summed)
-        self.replace(state, step, functions, capture, backend="parameterized", dynamic=False, fullgraph=self.fullgraph)
+        self.replace(state, step, functions, capture, backend="parameterized", dynamic=False, fullgraph=True)
         self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
         self.enter()
         try:

@@ -1,6 +1,6 @@
-"""Other ways to run Stable Diffusion's step: torch's kernels, torch.compile, parameterized launches, Lightning."""
+"""Other ways to run Stable Diffusion's step: torch's kernels, torch.compile, Lightning."""
 
-from graph_worth import Compiled, Parameterized, Unsupported, variant
+from graph_worth import Compiled, Unsupported, variant
 from stable_diffusion.state import State
 from stable_diffusion.train import GraphedStep, eager_step
 
@@ -69,15 +69,3 @@ def compiled_graphed(state: State, capture):
 def reduce_overhead(state: State, capture):
     """torch.compile(mode='reduce-overhead') of the UNet: graphs as torch makes them."""
     return compiled(state, capture, "reduce-overhead")
-
-
-# torch's compiler adds the gradients of a block's input up before those of its other readers, so that they round
-# otherwise; launches have the bits of backend="aot_eager".
-@variant("graph_parameterized", kind="graph", graphs=None, parity=1e-2, apart="parameterized")
-def parameterized(state: State, capture):
-    """Forward and backward of each block of the UNet as graphs without a pool, on the memory of the eager step.
-
-    As one region the UNet's backward pass would hold all activations until its end.
-    """
-    functions = [(block, "forward") for block in (*state.unet.blocks, *state.unet.transformers.values())]
-    return Parameterized(state, eager_step, functions, "each block of the UNet", capture=capture)

@@ -199,8 +199,7 @@ class GraphedNetworks:
 
 
 # other_variants.py has the rest: eager with torch's kernels, the whole step captured inside
-# Lightning's Trainer, three with torch.compile, and graphs of the UNet that keep no pool: each launch is given the
-# addresses of its tensors (docs/parameterized.md).
+# Lightning's Trainer, and three with torch.compile.
 
 # ------------------------------------------------------------------------------------------------
 # 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,

@@ -57,7 +57,7 @@ def describe(model):
 DESCRIBED = {model: describe(model) for model in MODELS}
 EACH = [(model, variant) for model in MODELS for variant in DESCRIBED[model]["variants"]]
 # Dear, and compared with eager in one process by tests/stable_diffusion/test_train.py and test_lightning_graph.py.
-DEAR = ("eager_torch", "graph_networks", "graph_step_lightning", "graph_parameterized")
+DEAR = ("eager_torch", "graph_networks", "graph_step_lightning")
 DEAR = [("stable_diffusion", variant) for variant in DEAR]
 PARITY = [pytest.param(*pair, marks=pytest.mark.slow) if pair in DEAR else pair for pair in EACH]
 # What looks inside a run is the same code for all variants and models, but for their sections: of each model eager and

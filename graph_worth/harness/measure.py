@@ -46,7 +46,6 @@ WHAT = {
     "graph_compiled": "compile the modules, and capture the whole step",
     "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
     "mine": "keep the capture that your file makes",
-    "graph_parameterized": 'compile the modules with backend="parameterized" of this repository',
 }
 VARIANTS = ("eager", *WHAT)
 NAMES = {status: word for word, status in STATUS_OF.items()}
@@ -58,13 +57,11 @@ DOCTOR_LIMIT_S = 300
 CYCLES_END_S = 101.0
 # On a CPU `compile` runs where it is named, and the others do not.
 COMPILED = ("compile", "graph_compiled", "reduce_overhead")
-# Where --variants names it alone: docs/parameterized.md.
-PARAMETERIZED = "graph_parameterized"
 # A graph of the whole step leaves nothing that a graph of a part would remove.
 WHOLE = ("graph_step", *COMPILED)
 # Measured where the file hands one over.
 MINE = "mine"
-USUAL = [name for name in WHAT if name not in (MINE, PARAMETERIZED)]
+USUAL = [name for name in WHAT if name != MINE]
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
 # In the user's interpreter, which may be old: versions of Python and torch.
 VERSIONS = """

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import signal
 from unittest import mock
 
@@ -13,7 +12,6 @@ from graph_worth.compiled import Compiled, require_compiler
 from graph_worth.contract import variant
 from graph_worth.made_variant import Capture, Unsupported
 from graph_worth.snapshot import storage_id
-from graph_worth.variant_parameterized import Parameterized
 from graph_worth.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
 from graph_worth.your_step.state import StepState
 
@@ -269,23 +267,3 @@ class ReducedOverhead(CompiledModules):
     """torch.compile of the modules, whose mode reduce-overhead captures graphs itself."""
 
     mode = "reduce-overhead"
-
-
-@variant(
-    "graph_parameterized",
-    kind="graph",
-    graphs=None,
-    parity=1e-2,
-    apart="parameterized",
-    traits={"part": "forward and backward of modules"},
-)
-class ParameterizedModules(Parameterized):
-    """Forward and backward of each module as graphs without a pool, launched on the memory of the eager step."""
-
-    fullgraph = False
-    compile_steps = CompiledModules.compile_steps
-
-    def __init__(self, state: StepState, capture: Capture):
-        if importlib.util.find_spec("numpy") is None:
-            raise Unsupported("parameterized launches need NumPy in the step's interpreter")
-        super().__init__(state, eager_step, _forwards(state), "the modules", capture=capture)

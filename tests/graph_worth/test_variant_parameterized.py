@@ -79,33 +79,6 @@ def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
         variant.close()
 
 
-@pytest.mark.slow
-def test_launches_of_stable_diffusions_blocks_have_the_bits_of_the_compiler_without_them():
-    state = contracts.model("stable_diffusion", "--preset", "tiny").build().state
-    state.begin_step(0)
-    x, t, target = state.noisy_latents(state.inputs["moments"])
-
-    def gradients():
-        loss = torch.nn.functional.mse_loss(state.model(x, t, state.inputs["context"]), target)
-        return [loss.detach(), *torch.autograd.grad(loss, state.parameters)]
-
-    variant = contracts.made("stable_diffusion", "graph_parameterized", state)
-    try:
-        assert {region.state for region in variant.regions.all} == {"parameterized"}
-        before = variant.capture.num_replays
-        launched = gradients()
-        # 22 blocks and 10 transformers, forward and backward.
-        assert variant.capture.num_replays - before == 64
-    finally:
-        leave(variant)
-        variant.close()
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):
-        for block in (*state.unet.blocks, *state.unet.transformers.values()):
-            block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=False)
-        assert all(torch.equal(*pair) for pair in zip(launched, gradients(), strict=True))
-
-
 def test_a_variant_that_is_made_again_captures_again():
     state = gpt3_state()
     for _ in range(2):

@@ -44,7 +44,6 @@ def test_a_build_that_changes_the_preset_has_an_eager_of_its_own():
         ("llama31", "graph_step", ("--preset", "slice_70b", "--", *TORCH)),
         ("gpt3", "graph_layer", ("--preset", "bench", "--", *TORCH[:3])),
         ("llama2_lora", "graph_step", ("--preset", "slice", "--", *TORCH[:3])),
-        ("stable_diffusion", "graph_step", ("--preset", "tiny")),
     ],
 )
 def test_compiled_code_shares_no_worker_with_other_graphs(model, graph, argv):

@@ -120,25 +120,3 @@ def test_compiled_steps_train_as_eager_does_on_a_gpu(tmp_path, kind):
     assert found < 1e-2
     if kind is graphs.GraphedCompiledStep:
         assert variant.num_graphs == 2  # one for each shape
-
-
-def test_modules_train_as_eager_does_by_parameterized_launches(tmp_path):
-    found, variant = deviation(state_of(tmp_path), graphs.ParameterizedModules)
-    assert found < 1e-6 and variant.num_graphs >= 2
-    assert {row["state"] for row in variant.capture.report["regions"]} == {"parameterized"}
-
-
-def test_parameterized_launches_say_that_numpy_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(graphs.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Unsupported, match="need NumPy in the step's interpreter"):
-        making(graphs.ParameterizedModules)(state_of(tmp_path))
-
-
-def test_each_shape_of_a_batch_is_captured_before_blocks(tmp_path):
-    """torch compiles a function for eight shapes unless it is told otherwise."""
-    shapes = 10
-    (tmp_path / "my_step.py").write_text(STEP.replace("(4, 4, 4, 4, 6)", f"range(4, {4 + shapes})"))
-    state = StepState(f"{tmp_path / 'my_step.py'}:build", torch.device("cpu"), "test")
-    found, variant = deviation(state, graphs.ParameterizedModules)
-    assert found < 1e-6 and variant.num_graphs == 2 * shapes
-    assert [variant.replays_of(index) for index in range(shapes)] == [2] * shapes
