@@ -1,14 +1,10 @@
 """The variant that launches compiled regions of a model on the memory of their callers."""
 
-import torch
-
 from graph_worth.capture.graph_error import CaptureError
+from graph_worth.capture.parameterized import sums
 from graph_worth.compiled import Compiled
 from graph_worth.made_variant import Capture
 from graph_worth.measuring import coverage
-
-# Of one function: each shape has a graph, and those of variants made earlier count, too. torch's default is 8.
-_MOST_GRAPHS = 64
 
 
 class Parameterized(Compiled):
@@ -27,7 +23,7 @@ class Parameterized(Compiled):
             The step uses each once in a backward pass, which is loss.backward().
 
     Raises:
-        CaptureError: every region was refused; the message has the reasons.
+        CaptureError: a region cannot be launched on other memory, or the compiler made none.
     """
 
     def __init__(self, state, step, functions, what: str, summed=(), *, capture: Capture):
@@ -38,42 +34,26 @@ class Parameterized(Compiled):
         self._summed = list(summed)
         self.replace(state, step, functions, capture, backend="parameterized", dynamic=False, fullgraph=True)
         self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
+        self.capture.pools.append(self.regions)
         self.enter()
         try:
-            with (
-                self.capture.timed("capture_s"),
-                backend.collecting(self.regions),
-                torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS),
-            ):
+            with self.capture.timed("capture_s"), backend.collecting(self.regions):
                 self.compile_steps()
             if not self.regions.graphs:
-                reasons = sorted({region.reason for region in self.regions.all}) or ["the compiler made no graph"]
-                raise CaptureError(f"no region of {what} can be launched on other memory: {'; '.join(reasons)}")
-            self.capture.pools.append(self.regions)
+                raise CaptureError(f"the compiler made no graph of {what}")
             self.count_replays()
             counted = coverage.measure(self.step, self.regions.graphs, state.device.type == "cuda")
             counted |= coverage.patching(self.step, self.regions.graphs)
-            rows = [region.row() for region in self.regions.all]
-            # Memory of the GPU that the driver takes for graphs, beside torch's.
-            driver_bytes = sum(row.get("driver_bytes", 0) for row in rows)
-            self.capture.report = {**counted, "driver_bytes": driver_bytes, "regions": rows}
+            self.capture.report = {**counted, "regions": [region.row() for region in self.regions.graphs]}
         finally:
             self.leave()
 
-    def step(self, index: int):
-        """Train on batch `index`."""
-        self._step(self.state, index)
-
     def enter(self):
         """Put the compiled functions in the place of the model's."""
-        from graph_worth.capture.parameterized import sums
-
         super().enter()
         sums.enter(self._summed)
 
     def leave(self):
         """Put the model's own functions back."""
-        from graph_worth.capture.parameterized import sums
-
         sums.leave(self._summed)
         super().leave()

@@ -38,11 +38,6 @@ def _wrapper_references() -> int:
 _WRAPPER_REFERENCES = _wrapper_references()
 
 
-def held_outside(storage: torch.UntypedStorage) -> bool:
-    """Return whether a tensor refers to a storage: one of Python, or one that autograd saved."""
-    return _use_count(storage._cdata) > _WRAPPER_REFERENCES
-
-
 class OwnedStorage:
     """A storage that a graph of the pool produced. The pool refers to it by the tensors in here and no others."""
 

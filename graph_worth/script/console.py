@@ -66,13 +66,10 @@ def _rows(result, training):
 
 
 def _regions(report):
-    """The share in parameterized regions, what patching costs, and the regions that run eagerly."""
+    """The share in parameterized regions, and what patching costs."""
     if report.get("coverage") is not None:
         of_step = f"{report['nodes']:g} nodes in regions, {report['eager']:g} beside them"
         yield "coverage", f"{100 * report['coverage']:.1f} %", f"of forward and backward: {of_step}"
     if report.get("patch_us_per_node") is not None:
         nodes = f"of the host for a node with new addresses: {report['patched_per_launch']:.3g} in a launch"
         yield "patching", f"{report['patch_us_per_node']:.2f} us", nodes
-    for row in report.get("regions", []):
-        if row["state"] != "parameterized":
-            yield "refused", row["region"], row["reason"] or "it never ran"

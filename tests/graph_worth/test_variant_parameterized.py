@@ -70,7 +70,7 @@ def test_a_models_layers_give_eagers_bits_and_take_turns_with_it(model):
         assert 0.3 < report["coverage"] < 1
         # On the CPU no node is patched.
         assert (report["patched_per_launch"], report["patch_us_per_node"]) == (0, None)
-        assert {row["state"] for row in report["regions"]} == {"parameterized"}
+        assert len(report["regions"]) == len(variant.regions.graphs)
         leave(variant)
         assert difference(follow(state, lambda index: eager_step(state, index), NUM_STEPS), eager, state) == ""
         assert variant.capture.num_replays - before == NUM_STEPS * launches
@@ -106,9 +106,9 @@ class Reads:
         return x * x.nonzero().shape[0]
 
 
-def test_a_model_without_any_region_is_a_failed_capture_with_the_reasons():
+def test_a_function_that_no_graph_can_hold_is_a_failed_capture_with_the_reason():
     model = Reads()
-    with pytest.raises(CaptureError, match="no region of the model can be launched on other memory: .*shape"):
+    with pytest.raises(CaptureError, match="shape that depends"):
         Parameterized(
             model,
             lambda model, index: model.forward(torch.ones(4)),

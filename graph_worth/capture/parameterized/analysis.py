@@ -14,11 +14,9 @@ from graph_worth.capture import tensor_places
 from graph_worth.capture.cuda_graph import CudaGraph, new_workspaces
 from graph_worth.capture.graph_error import CaptureError, RegionRefused
 from graph_worth.capture.parameterized import arenas, driver, random_state, words
-from graph_worth.capture.parameterized.host_region import check_none_kept
 from graph_worth.capture.parameterized.nodes import Node, check_alike, read_nodes
 
 _NUM_WARM_UPS = 2
-_MAX_NAMED = 5
 # Of each of the two tensors that torch keeps in no graph's pool for seed and offset.
 _SEED_BYTES = 8
 
@@ -63,7 +61,6 @@ class Analysis:
         unexplained: words that differ and are no such address.
         increment: what an eager run adds to the generator's offset.
         written: indices of the inputs that an eager run writes.
-        read: storages besides the inputs that operators read or write.
     """
 
     first: Captured
@@ -75,20 +72,15 @@ class Analysis:
     unexplained: list[words.Unexplained]
     increment: int
     written: list[int]
-    read: list[torch.UntypedStorage]
 
     def largest(self) -> int:
         """Return the bytes of the largest input or tensor in between."""
         return max((int(item[1]) for item in (*self.first.given, *self.first.blocks)), default=0)
 
-    def name(self, unexplained: list[words.Unexplained]) -> str:
-        """Name the first few words by node, kernel and place."""
-        named = [
-            f"node {word.node} ({self.first.nodes[word.node].name}) byte {word.offset}: "
-            f"{word.first:#x} and {word.second:#x}"
-            for word in unexplained[:_MAX_NAMED]
-        ]
-        return "; ".join(named) + ("; and more" if len(unexplained) > _MAX_NAMED else "")
+    def name(self) -> str:
+        """Name the first unexplained word by node, kernel and place."""
+        word, node = self.unexplained[0], self.first.nodes[self.unexplained[0].node]
+        return f"{len(self.unexplained)} words, the first in node {word.node} ({node.name}) at byte {word.offset}"
 
 
 @functools.cache
@@ -103,19 +95,16 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
     The examples are copied and stay as they are. The device is the current GPU, its generator is `random_state.aside`.
     The first capture is alive until it is released; the second one has gone.
     """
-    if torch._C._cuda_isHistoryEnabled():
-        raise RegionRefused("memory history is being recorded, which a capture reads: end _record_memory_history")
     side, caller = _side_stream(device.index), torch.cuda.current_stream(device)
     side.wait_stream(caller)
     captures: list[Captured] = []
-    # The first capture runs as it is launched. In the second one no two tensors have the same memory.
-    distinct = _Seen(device, holds=True)
     try:
         with torch.cuda.stream(side):
             increment, written = _warm_up(fn, example_inputs, device)
-            for mode in (_Seen(device, holds=False), distinct):
-                captures.append(_capture(fn, example_inputs, device, mode, increment > 0))
-        return _compare(captures[0], captures[1], increment, written, list(distinct.read.values()))
+            # The first capture runs as it is launched. In the second one no two tensors have the same memory.
+            for holds in (False, True):
+                captures.append(_capture(fn, example_inputs, device, holds, increment > 0))
+        return _compare(captures[0], captures[1], increment, written)
     except BaseException:
         for captured in captures:
             captured.graph.reset()
@@ -138,55 +127,34 @@ def _warm_up(fn, example_inputs, device) -> tuple[int, list[int]]:
     return increment, written
 
 
-class _Seen(TorchDispatchMode):
-    """Holds what operators make, where asked, and finds what they read besides: storages by address of their object.
+class _Watch(TorchDispatchMode):
+    """Holds the memory of operators' results, where asked, until it is let go.
 
-    It looks on in both captures: where no mode does, autograd adds gradients up in place, and operators made of others
-    choose them otherwise (`isTensorSubclassLike`). Both captures shall allocate alike.
+    It looks on in both captures, since operators made of others choose them otherwise where no mode does
+    (`isTensorSubclassLike`). Both captures shall allocate alike.
     """
 
-    # The compiler's calls of Triton kernels.
-    supports_higher_order_operators = True
-
-    def __init__(self, device: torch.device, holds: bool):
+    def __init__(self, holds: bool):
         super().__init__()
-        self._device, self._holds = device, holds
-        self.made: dict[int, torch.UntypedStorage] = {}
-        self.read: dict[int, torch.UntypedStorage] = {}
+        self._holds = holds
+        self.held: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not self._holds:
-            return func(*args, **kwargs)
-        self.read |= {key: storage for key, storage in self._storages((args, kwargs)) if key not in self.made}
-        result = func(*args, **kwargs)
-        self.made |= {key: storage for key, storage in self._storages(result) if key not in self.read}
+        result = func(*args, **(kwargs or {}))
+        if self._holds:
+            tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+            self.held += [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
         return result
 
-    def _storages(self, tree):
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device == self._device:
-                storage = leaf.untyped_storage()
-                yield storage._cdata, storage
 
-    def keep_outside(self, known: list[tuple[int, int]]) -> None:
-        """Let go of what was made and of memory that is known, (address, bytes)."""
-        self.made.clear()
-        items = [(key, storage) for key, storage in self.read.items() if storage.nbytes()]
-        self.read = {key: storage for key, storage in items if tensor_places.find(storage.data_ptr(), known) < 0}
-
-
-def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
+def _capture(fn, example_inputs, device, holds: bool, draws: bool) -> Captured:
     inputs = [tensor_places.clone(tensor) for tensor in example_inputs]
     # With a state of its own, seed and offset of the two captures have different addresses.
     with new_workspaces(), random_state.aside(device):
-        graph, result, allocated, segments = _record(fn, inputs, mode, device)
+        graph, result, allocated, segments = _record(fn, inputs, _Watch(holds), device)
     blocks = [block for block in allocated if tensor_places.find(block.address, segments) >= 0]
     given = [(tensor.data_ptr(), tensor_places.extent(tensor)) for tensor in inputs]
-    mode.keep_outside(given + segments)
-    outputs = [_place(index, leaf, device, given, blocks) for index, leaf in enumerate(result)]
-    del result
-    check_none_kept(lambda: _num_kept(graph))
+    outputs = [_place(index, leaf, given, blocks) for index, leaf in enumerate(result)]
     # Some versions of torch make seed and offset for every capture, others where one draws.
     outside = [block for block in allocated if tensor_places.find(block.address, segments) < 0]
     seeds = [block[:2] for block in outside if block.size == _SEED_BYTES]
@@ -196,17 +164,10 @@ def _capture(fn, example_inputs, device, mode, draws: bool) -> Captured:
     return Captured(graph, read_nodes(graph.raw_cuda_graph()), inputs, given, segments, blocks, outputs)
 
 
-def _num_kept(graph):
-    parts = torch.cuda.memory.memory_snapshot(mempool_id=graph.pool())
-    return sum(block["state"] == "active_allocated" for part in parts for block in part["blocks"])
-
-
-def _place(index, leaf, device, given, blocks):
+def _place(index, leaf, given, blocks):
     """A result as its place, which holds no reference; a Python value as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf.layout != torch.strided or leaf.device != device:
-        raise RegionRefused(f"result {index} is not a strided tensor of the GPU")
     if not leaf.numel():
         return tensor_places.Place(-1, 0, tensor_places.describe(leaf))
     address, owner = leaf.data_ptr(), tensor_places.find(leaf.data_ptr(), given)
@@ -241,7 +202,7 @@ def _record(fn, inputs, mode, device):
     return captured.graph, result, arenas.read(events), segments
 
 
-def _compare(first, second, increment, written, read) -> Analysis:
+def _compare(first, second, increment, written) -> Analysis:
     check_alike(first.nodes, second.nodes)
     if [block.size for block in first.blocks] != [block.size for block in second.blocks]:
         raise RegionRefused("two captures allocate different tensors")
@@ -267,4 +228,4 @@ def _compare(first, second, increment, written, read) -> Analysis:
     table += [(len(given) + arena, offset) for arena, offset in plan.places]
     moved = np.array(table, np.int64).reshape(-1, 2)[slots.allocation]
     slots = slots._replace(allocation=moved[:, 0], offset=slots.offset + moved[:, 1])
-    return Analysis(first, chunks, blob, plan, results, slots, unexplained, increment, written, read)
+    return Analysis(first, chunks, blob, plan, results, slots, unexplained, increment, written)

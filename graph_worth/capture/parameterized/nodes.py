@@ -13,6 +13,8 @@ from graph_worth.capture.parameterized.words import Chunk, Slots, Unexplained
 _COLLECTIVES = ("nccl", "nvshmem")
 # Structure of cuda.h by kind, and its bytes.
 _STRUCTURES = {"memcpy": ("CUDA_MEMCPY3D", 200), "memset": ("CUDA_MEMSET_NODE_PARAMS", 40)}
+# Of a region.
+_MAX_EXECUTABLES = 64
 # CU_MEMORYTYPE_DEVICE and CU_MEMORYTYPE_UNIFIED.
 _DEVICE, _UNIFIED = 2, 4
 
@@ -90,61 +92,49 @@ class Graph:
 
     def __init__(self, graph: int, nodes: list[Node], chunks: list[Chunk], blob: np.ndarray, slots: Slots):
         self._copy, self._blob, self._slots = driver.call("cuGraphClone", graph), blob, slots
-        self._executables: list = []
+        # By addresses.
+        self.executables: dict[tuple[int, ...], Any] = {}
         self._keep: list = []
         parts: list[list[Chunk]] = [[] for _ in nodes]
         for chunk in chunks:
             parts[chunk.node].append(chunk)
-        # By index of a node, what sets its parameters in the copy and in an executable: a call and what it is given.
-        self._in_copy, self._in_executable = {}, {}
-        context = driver.call("cuCtxGetCurrent")
-        for index, node in enumerate(nodes):
-            if parts[index]:
+        # Calls that set the parameters of nodes in the copy: name and arguments.
+        self.setters = []
+        for node, part in zip(nodes, parts, strict=True):
+            if part:
                 handle = driver.call("cuGraphNodeFindInClone", node.handle, self._copy)
-                given = handle, self._structure(node, handle, parts[index])
-                name, of_memory = f"{node.kind.capitalize()}NodeSetParams", () if node.kind == "kernel" else (context,)
-                self._in_copy[index] = f"cuGraph{name}", given
-                self._in_executable[index] = getattr(driver.cu, f"cuGraphExec{name}"), (*given, *of_memory)
+                name = f"cuGraph{node.kind.capitalize()}NodeSetParams"
+                self.setters.append((name, handle, self._structure(node, handle, part)))
 
-    def executable(self, bases: np.ndarray) -> tuple[Any, int]:
-        """Make a CUgraphExec with these addresses; return it and the number of nodes that were set.
+    def make(self, bases: tuple[int, ...]) -> Any:
+        """Make a CUgraphExec with these addresses, in the place of the oldest one where there are many.
 
-        All are set each time. The driver looks up memory where a copy is set, and that may have been freed and be at
-        the same address again: an executable made with the older memory ends the process, or its launch fails.
+        All nodes are set each time. The driver looks up memory where a copy is set, and that may have been freed and be
+        at the same address again: an executable made with the older memory ends the process, or its launch fails.
         """
-        words.place(self._blob, self._slots, bases)
-        for name, given in self._in_copy.values():
-            driver.call(name, *given)
-        self._executables.append(driver.call("cuGraphInstantiate", self._copy, 0))
-        return self._executables[-1], len(self._in_copy)
-
-    def move(self, executable, old: np.ndarray, bases: np.ndarray) -> int:
-        """Set the nodes of an executable that have an address in an allocation that moved; return their number."""
-        words.place(self._blob, self._slots, bases)
-        moved = np.unique(self._slots.node[(old != bases)[self._slots.allocation]]).tolist()
-        for index in moved:
-            # Without driver.call, which takes as long as the driver.
-            function, given = self._in_executable[index]
-            (error,) = function(executable, *given)
-            if error:
-                driver.check(function.__name__, error)
-        return len(moved)
+        while len(self.executables) >= _MAX_EXECUTABLES:
+            self._drop(next(iter(self.executables)))
+        words.place(self._blob, self._slots, np.array(bases, np.int64))
+        for setter in self.setters:
+            driver.call(*setter)
+        self.executables[bases] = driver.call("cuGraphInstantiate", self._copy, 0)
+        return self.executables[bases]
 
     def overwrite(self, unexplained: list[Unexplained], values: list[int]) -> None:
-        """Write other values in the place of words that are no address, for executables made from now on."""
+        """Write other values in the place of words that are no address, and drop the executables made before."""
         for word, value in zip(unexplained, values, strict=True):
             self._blob.view(np.uint64)[word.position] = value
-
-    def drop(self, executable) -> None:
-        """Free an executable. The driver finishes launches under way; it may have failed before."""
-        self._executables.remove(executable)
-        driver.cu.cuGraphExecDestroy(executable)
+        self._drop(*self.executables)
 
     def destroy(self) -> None:
         """Free the executables and the copy."""
-        while self._executables:
-            self.drop(self._executables[0])
+        self._drop(*self.executables)
         driver.cu.cuGraphDestroy(self._copy)
+
+    def _drop(self, *keys):
+        """Free executables. The driver finishes launches under way; it may have failed before."""
+        for bases in keys:
+            driver.cu.cuGraphExecDestroy(self.executables.pop(bases))
 
     def _structure(self, node, handle, chunks):
         """The driver's structure of a node, over bytes of the blob."""

@@ -59,15 +59,12 @@ class Verification:
         self._spoiled = [tensor_places.bytes_at(address, size, self._device) for address, size in ranges if size]
         for tensor in self._spoiled:
             tensor.fill_(_POISON)
-        try:
-            for _ in range(_NUM_COMPARED):
-                self.run()
-        except RegionRefused as error:
-            if not analysis.unexplained:
-                raise
-            words = f"words of parameters differ between two captures: {analysis.name(analysis.unexplained)}"
-            raise RegionRefused(f"{error}; {words}") from None
-        self.prove_unread(analysis)
+        for _ in range(_NUM_COMPARED):
+            self.run()
+        if analysis.unexplained:
+            self.prove_unread(analysis)
+        # Addresses of these launches come no more.
+        self._region.overwrite([], [])
 
     def run(self) -> None:
         """Launch, compare with eager, spoil the launch's memory. RegionRefused where a result or a byte differs."""
@@ -117,8 +114,6 @@ class Verification:
         for index in wrong:
             name = f"result {index}" if index < num_results else f"input {index - num_results}"
             value, expected = got[index], eager[index]
-            if not isinstance(expected, torch.Tensor):
-                raise RegionRefused(f"{name} is {value}, in eager {expected}: a Python value that changes")
             if value.device != expected.device:
                 raise RegionRefused(f"{name} is on {value.device}, in eager on {expected.device}")
             first, second = as_bytes(value), as_bytes(again[index])
@@ -156,8 +151,6 @@ class Verification:
         in the first launch and NaN in the other. RegionRefused where a result or such a byte changes.
         """
         unexplained = analysis.unexplained
-        if not unexplained:
-            return
         suspects = [word for word in unexplained if word.is_suspect]
         # A lower half that both captures agree upon may be a number beside unused bytes: it stays.
         window = _WINDOW if any(_has_known_half(word) for word in suspects) else 0
@@ -174,7 +167,7 @@ class Verification:
         except RegionRefused as error:
             raise RegionRefused(
                 "words of parameters differ between two captures, are no address of the region and matter "
-                f"({error}): {analysis.name(unexplained)}"
+                f"({error}): {analysis.name()}"
             ) from error
         self._watched = []
         self._region.overwrite(unexplained, [word.first for word in unexplained])

@@ -25,12 +25,11 @@ class Chunk(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The addresses in a blob: index of the word, index of its allocation, bytes from there, and index of the node."""
+    """The addresses in a blob: index of the word, index of its allocation, and bytes from there."""
 
     position: np.ndarray
     allocation: np.ndarray
     offset: np.ndarray
-    node: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,6 @@ def explain(
     differs = np.flatnonzero(first != second)
     allocation, offset = _match(first[differs], second[differs], allocations)
     chunk_of = np.searchsorted([chunk.start for chunk in chunks], differs * 8, side="right") - 1
-    node = np.array([chunks[index].node for index in chunk_of], np.int64)
     unexplained = []
     for index in np.flatnonzero(allocation < 0):
         position, chunk = int(differs[index]), chunks[chunk_of[index]]
@@ -95,7 +93,7 @@ def explain(
         offset_in_node = chunk.offset + 8 * position - chunk.start
         unexplained.append(Unexplained(chunk.node, offset_in_node, *values, position, any(map(is_address, values))))
     hit = allocation >= 0
-    return Slots(differs[hit], allocation[hit], offset[hit], node[hit]), unexplained
+    return Slots(differs[hit], allocation[hit], offset[hit]), unexplained
 
 
 def _match(first, second, allocations):

@@ -1,7 +1,6 @@
 """graph_worth/capture/parameterized on the CPU: regions on other tensors, what is refused."""
 
 import gc
-import threading
 import weakref
 from types import SimpleNamespace
 
@@ -77,33 +76,27 @@ def test_an_input_written_in_place_views_of_inputs_numbers_and_weights_come_back
 
     def run(x, y):
         x.add_(y)
-        return x[1:], y.t(), x * weight, weight, 7, None, x.new_empty(0)
+        return x[1:], y.t(), x * weight, 7, None, x.new_empty(0)
 
     region = Captured(run, tensors(0, (3, 3), (3, 3)))
     x, y = tensors(1, (3, 3), (3, 3))
     expected = x + y
     version = x._version
-    view, turned, product, same_weight, number, nothing, empty = region(x, y)
+    view, turned, product, number, nothing, empty = region(x, y)
     assert torch.equal(x, expected) and x._version > version
     assert view.data_ptr() == x[1:].data_ptr() and torch.equal(view, expected[1:])
     assert turned.data_ptr() == y.data_ptr() and turned.stride() == (1, 3)
     assert torch.equal(product, expected)
-    assert same_weight.data_ptr() == weight.data_ptr()
     assert (number, nothing, empty.shape) == (7, None, (0,))
     weight.fill_(2)
     assert torch.equal(region(x, y)[2], x * 2)
 
 
-def test_memory_of_a_call_is_new_each_time_and_starts_spoiled():
-    def run(x):
-        scratch = torch.empty_like(x)
-        scratch[0].copy_(x[0])
-        return scratch
-
-    region = Captured(run, tensors(0, (2, 3)))
-    first, second = (region(x) for x in tensors(1, (2, 3), (2, 3)))
-    assert first.data_ptr() != second.data_ptr()
-    assert first[1].isnan().all()
+def test_memory_of_a_result_is_new_each_time():
+    region = Captured(lambda x: x + 1, tensors(0, (2, 3)))
+    (x,) = tensors(1, (2, 3))
+    first, second = region(x), region(x * 2)
+    assert first.data_ptr() != second.data_ptr() and same([first, second], [x + 1, x * 2 + 1])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +119,7 @@ def test_a_tensor_that_only_the_closure_holds_lives_as_long_as_the_region():
     region, three = make()
     gc.collect()
     assert three() is not None and torch.equal(region(torch.ones(4)), torch.full((4,), 3.0))
-    region.region.release()
+    del region
     gc.collect()
     assert three() is None
 
@@ -142,52 +135,6 @@ def test_a_call_after_release_is_refused_and_earlier_results_stay():
         region(x)
 
 
-def test_an_input_with_other_memory_afterwards_is_refused():
-    def swap(x):
-        x.data = x + 1
-        return x * 2
-
-    with pytest.raises(RegionRefused, match="gives input 0 another shape or other memory"):
-        Captured(swap, [ones(3)])
-
-
-@pytest.mark.slow
-def test_tensors_that_the_function_keeps_are_refused():
-    kept = []
-    parameter = torch.nn.Parameter(ones(3))
-
-    def backward(x):
-        (parameter * x).sum().backward()
-        return x + 1
-
-    for fn in (lambda x: kept.append(x * 2), lambda x: kept.append(x[1:]), kept.append, backward):
-        with pytest.raises(RegionRefused, match="keeps 1 tensors beyond its end"):
-            Captured(fn, [ones(3)])
-        kept.clear()
-    parameter.grad = torch.zeros(3)
-    region = Captured(backward, [ones(3)])
-    parameter.grad.zero_()
-    region(ones(3))
-    assert same([parameter.grad], [ones(3)])
-
-
-def test_tensors_in_a_cycle_of_objects_are_not_kept():
-    def run(x):
-        cycle = [x + 1]
-        cycle.append(cycle)
-        return cycle[0] * 2
-
-    assert same([Captured(run, [ones(3)])(ones(3))], [ones(3) * 4])
-
-
-def test_a_region_is_captured_and_called_in_inference_mode():
-    with torch.inference_mode():
-        inside = Captured(lambda x: (x.mul_(2), x + 1), [ones(3)])
-        assert same(inside(ones(3)), [ones(3) * 2, ones(3) * 3])
-    x = ones(3)
-    assert same(inside(x), [ones(3) * 2, ones(3) * 3]) and x._version > 0
-
-
 def test_a_region_inside_another_is_refused_with_the_users_line():
     inner = Captured(lambda x: x + 1, [ones(3)])
     with pytest.raises(RegionRefused, match=r"a parameterized region at .*regions\.py:\d+ .*runs inside a capture"):
@@ -195,33 +142,6 @@ def test_a_region_inside_another_is_refused_with_the_users_line():
     with pytest.raises(RegionRefused, match=r"the capture of a region at .*regions\.py:\d+ .*runs inside a capture"):
         Captured(lambda x: Captured(lambda y: y + 1, [x])(x), [ones(3)])
     assert same([inner(ones(3))], [ones(3) * 2])
-
-
-def test_threads_launch_and_capture_while_another_one_captures():
-    launched = Captured(lambda x: x + 1, [ones(3)])
-    inside, go_on, failures, results = threading.Event(), threading.Event(), [], []
-
-    def slow(x):
-        inside.set()
-        assert go_on.wait(30)
-        return x * 2
-
-    def other():
-        try:
-            results.append(Captured(slow, [ones(3)])(ones(3)))
-        except CaptureError as error:
-            failures.append(str(error))
-
-    threads = [threading.Thread(target=other) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert inside.wait(30)
-    results.append(launched(ones(3)))
-    go_on.set()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert same(results, [ones(3) * 2] * 3)
 
 
 @pytest.mark.parametrize("bindings", [None, SimpleNamespace(CUDA_VERSION=12090)])

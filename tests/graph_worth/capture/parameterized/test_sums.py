@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from graph_worth.capture.graph_error import CaptureError, RegionRefused
+from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.parameterized import backend, sums
-from graph_worth.capture.parameterized.driver import DriverError
 
 
 class Layer(nn.Module):
@@ -60,6 +59,13 @@ def eager(net):
     return passes(net, [layer.forward for layer in net])
 
 
+@pytest.fixture(autouse=True)
+def regions():
+    with backend.collecting(regions := backend.Regions()):
+        yield regions
+    regions.release()
+
+
 @pytest.fixture
 def compiled():
     """Makes the compiled layers of a model."""
@@ -85,43 +91,16 @@ def alike(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize("error", [None, RegionRefused, DriverError])
-def test_gradients_are_added_in_the_backward_region_of_each_layer(error, monkeypatch, compiled):
-    def refused(*arguments):
-        raise error("as asked\nwith more")
-
-    if error is not None:
-        monkeypatch.setattr(backend, "capture", refused)
+def test_gradients_are_added_in_the_backward_region_of_each_layer(compiled, regions):
     net = model()
     expected, functions = eager(net), compiled(net)
     sums.enter(layers(net))
-    with backend.collecting(regions := backend.Regions()):
-        assert alike(passes(net, functions), expected)
-    rows = {region.name.split()[0]: region for region in regions.all}
-    assert rows.keys() == {"forward", "backward"} and len(regions.all) == 2
-    assert {(region.state, region.reason) for region in regions.all} == {
-        ("parameterized", "") if error is None else ("eager", "as asked")
-    }
-    # Two layers share a region.
-    assert rows["backward"].num_replays == (6 if error is None else 0)
-    assert no_hook_gets_a_gradient(net, functions)
-    sums.leave(layers(net))
-
-
-def test_a_launch_that_the_driver_refuses_leaves_the_additions_eager(monkeypatch, compiled):
-    net = model()
-    expected, functions = eager(net), compiled(net)
-    sums.enter(layers(net))
-    with backend.collecting(regions := backend.Regions()):
-        passes(net, functions, 1)
-    (backward,) = [region for region in regions.all if region.name.startswith("backward")]
-
-    def refused(*arguments):
-        raise DriverError("launching a graph: CUDA_ERROR_UNKNOWN")
-
-    monkeypatch.setattr(backward.captured, "launch", refused)
     assert alike(passes(net, functions), expected)
-    assert (backward.state, backward.reason) == ("eager", "a launch failed: launching a graph: CUDA_ERROR_UNKNOWN")
+    rows = {region.name.split()[0]: region for region in regions.graphs}
+    assert rows.keys() == {"forward", "backward"} and len(regions.graphs) == 2
+    # Two layers share a region.
+    assert rows["backward"].num_replays == 6
+    assert no_hook_gets_a_gradient(net, functions)
     sums.leave(layers(net))
 
 
@@ -135,25 +114,24 @@ def test_layers_that_are_not_entered_keep_their_hooks(compiled):
     sums.leave(layers(net))
 
 
-def test_a_backward_region_of_a_forward_one_that_was_captured_before_keeps_the_hooks(compiled):
+def test_a_backward_region_of_a_forward_one_that_was_captured_before_keeps_the_hooks(compiled, regions):
     net = model()
     expected, functions = eager(net), compiled(net)
-    with backend.collecting(regions := backend.Regions()):
-        functions[1](functions[0](torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True)))
-        sums.enter(layers(net))
-        assert alike(passes(net, functions), expected)
-    assert [region.state for region in regions.all] == ["parameterized"] * 2
-    assert not no_hook_gets_a_gradient(net, functions)
+    functions[1](functions[0](torch.randn(2, 4, dtype=torch.bfloat16, requires_grad=True)))
+    sums.enter(layers(net))
+    assert alike(passes(net, functions), expected)
+    assert len(regions.graphs) == 2 and not no_hook_gets_a_gradient(net, functions)
     # Released and captured again, both know of the layers.
     regions.release()
-    with backend.collecting(again := backend.Regions()):
-        assert alike(passes(net, functions), expected)
-        assert no_hook_gets_a_gradient(net, functions)
-    # Released, they run eagerly, with the layers or without.
-    again.release()
-    assert alike(passes(net, functions), expected) and no_hook_gets_a_gradient(net, functions)
-    sums.leave(layers(net))
+    assert alike(passes(net, functions), expected)
+    assert no_hook_gets_a_gradient(net, functions)
+    # Released outside of a block, they run eagerly, with the layers or without.
+    regions.release()
+    backend._collectors.remove(regions)
     assert alike(passes(net, functions), expected) and not no_hook_gets_a_gradient(net, functions)
+    sums.leave(layers(net))
+    assert alike(passes(net, functions), expected) and not regions.graphs
+    backend._collectors.append(regions)
 
 
 def test_a_region_that_adds_refuses_a_layer_that_has_left(compiled):
@@ -248,9 +226,7 @@ def test_a_layer_in_two_functions_and_one_with_a_parameter_that_no_function_read
     expected = trained(net, [part.forward for part in parts], x)
     sums.enter(layers(net))
     functions = [torch.compile(part.forward, backend="parameterized", dynamic=False) for part in parts]
-    with backend.collecting(regions := backend.Regions()):
-        assert alike(trained(net, functions, x), expected)
-    assert {region.state for region in regions.all} == {"parameterized"}
+    assert alike(trained(net, functions, x), expected)
     assert no_hook_gets_a_gradient(net, compiled(net))
     sums.leave(layers(net))
 
