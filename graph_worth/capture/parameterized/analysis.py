@@ -101,6 +101,8 @@ def analyse(fn, example_inputs: list[torch.Tensor], device: torch.device) -> Ana
     try:
         with torch.cuda.stream(side):
             increment, written = _warm_up(fn, example_inputs, device)
+            # No pool can use what the warm-up has cached.
+            torch.cuda.empty_cache()
             # The first capture runs as it is launched. In the second one no two tensors have the same memory.
             for holds in (False, True):
                 captures.append(_capture(fn, example_inputs, device, holds, increment > 0))

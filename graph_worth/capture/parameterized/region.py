@@ -45,14 +45,13 @@ def _capture(fn, inputs, device):
     try:
         region = GpuRegion(fn, analysis, device)
         try:
-            check = Verification(region, fn, inputs)
-            check.prove(analysis)
+            region.report["inexact"] = Verification(region, fn, inputs).prove(analysis)
         except BaseException:
             region.release()
             raise
     finally:
+        # The verification has gone: its memory is given back, too.
         analysis.first.release()
-    region.report["inexact"] = sorted(check.inexact)
     return region
 
 

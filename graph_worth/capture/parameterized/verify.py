@@ -53,8 +53,11 @@ class Verification:
         self._before: list[torch.Tensor] = []
         self._owners: list[Any] = []
 
-    def prove(self, analysis) -> None:
-        """Compare launches with eager runs, then launches with other words in the place of unexplained ones."""
+    def prove(self, analysis) -> list[str]:
+        """Compare launches with eager runs, then launches with other words in the place of unexplained ones.
+
+        Returns `inexact`, sorted.
+        """
         ranges = (*analysis.first.segments, *analysis.first.given)
         self._spoiled = [tensor_places.bytes_at(address, size, self._device) for address, size in ranges if size]
         for tensor in self._spoiled:
@@ -65,6 +68,7 @@ class Verification:
             self.prove_unread(analysis)
         # Addresses of these launches come no more.
         self._region.overwrite([], [])
+        return sorted(self.inexact)
 
     def run(self) -> None:
         """Launch, compare with eager, spoil the launch's memory. RegionRefused where a result or a byte differs."""

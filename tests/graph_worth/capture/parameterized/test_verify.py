@@ -249,6 +249,17 @@ def prove(body):
     return region
 
 
+def test_a_proof_names_inexact_results_and_drops_the_addresses_of_its_launches():
+    region = WordsRegion(lambda inputs, new, number, address: launched(inputs, new))
+    found = SimpleNamespace(first=SimpleNamespace(segments=[], given=[]), unexplained=[])
+    assert verify.Verification(region, doubled, X).prove(found) == [] and len(region.seen) == 1
+
+    def noisy(x):
+        return [x * 2 + torch.randn(8) * 1e-6, torch.empty(4)]
+
+    assert verify.Verification(region, noisy, X).prove(found) == ["result 0"]
+
+
 def test_words_that_no_kernel_reads_are_accepted_and_come_back():
     region = prove(lambda inputs, new, number, address: launched(inputs, new))
     assert region.words == [5, 0x7D00_0000_1000]
