@@ -1,10 +1,15 @@
 """The variant that launches compiled regions of a model on the memory of their callers."""
 
+import torch
+
 from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.parameterized import sums
 from graph_worth.compiled import Compiled
 from graph_worth.made_variant import Capture
 from graph_worth.measuring import coverage
+
+# Of one function: each shape has a graph, and those of variants made earlier count, too. torch's default is 8.
+_MOST_GRAPHS = 64
 
 
 class Parameterized(Compiled):
@@ -37,7 +42,11 @@ class Parameterized(Compiled):
         self.capture.pools.append(self.regions)
         self.enter()
         try:
-            with self.capture.timed("capture_s"), backend.collecting(self.regions):
+            with (
+                self.capture.timed("capture_s"),
+                backend.collecting(self.regions),
+                torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS),
+            ):
                 self.compile_steps()
             if not self.regions.graphs:
                 raise CaptureError(f"the compiler made no graph of {what}")
