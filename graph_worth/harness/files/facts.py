@@ -274,7 +274,7 @@ class Profile(Struct, kw_only=True):
     gap_ms: Finite | None = None
     overlap_ms: Finite | None = None
     collective_ms: Amount | None = None
-    working_ms: list[Ms] = field(default_factory=list)
+    working_ms: list[Amount] = field(default_factory=list)
     waiting_ms: list[Amount] = field(default_factory=list)
     unmatched: Text = ""
     kernels_hash: Name | None = None
