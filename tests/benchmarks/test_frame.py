@@ -14,7 +14,7 @@ from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.files.workload import Workload, workload_of
 from graph_worth.harness.pages import run_table
-from tests.helpers.made_run import FOLDER, made_run, put, write
+from tests.helpers.made_run import FOLDER, H200, made_run, put, write
 
 EAGERS = ("eager", "eager_twin", "graph_layer")
 
@@ -90,6 +90,23 @@ def test_the_ceiling_issue_and_busy_of_a_row(tmp_path):
     assert (row.ceiling_low, row.ceiling_high) == pytest.approx((1.5, 2.0))
     assert row.base_issue_ms == pytest.approx(11.5) and row.issue_ms == 0.5
     assert row.busy_ms == 8.0
+
+
+def test_a_ceiling_over_ranks_is_marked_where_it_is_estimated_or_missing(tmp_path):
+    """Each of two GPUs; rank 0's collectives in eager wait for 234.1 ms more than in the graph."""
+    run = made_run(ranks=2, gpus=H200 * 2, issue=(9.0, 393.7), ms={"eager": 347.5, "graph_layer": 171.2})
+    profiles = [variant.profile for variant in run.builds[""].variants.values()]
+    profiles[0].collective_ms, profiles[1].collective_ms, profiles[1].busy_ms = 263.1, 29.0, 170.5
+    write(run, tmp_path / "a" / FOLDER)
+    points, (_, row) = frame.read(tmp_path / "a"), frame.load(tmp_path / "a").records()
+    assert list(points["uncaptured_busy_ms"]) == pytest.approx([159.6] * 2)
+    assert list(points["waiting_ms"]) == pytest.approx([234.1, 0.0])
+    assert tables.CELLS["at most"](row) == "2.177x (estimated)" and row.reached == pytest.approx(0.932, abs=1e-3)
+    profiles[1].kernels = 20
+    write(run, tmp_path / "b" / FOLDER)
+    _, row = frame.load(tmp_path / "b").records()
+    assert tables.CELLS["at most"](row) == tables.CELLS["most"](row) == "no ceiling" and row.reached is None
+    assert "no ceiling: rank 0 alone was profiled, and no other variant has the same kernels" in row.note
 
 
 # ------------------------------------------------------------------------------------------------
