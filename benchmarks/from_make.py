@@ -5,14 +5,21 @@
 make passes each value in the environment as make_NAME, so no shell ever reads it. Each becomes a flag, and the program
 refuses a flag that it does not take. A flag and its value are one word: a value that begins with - stays a value. ARGS
 is split as a shell splits words, and nothing in it is expanded.
+
+The program ends with make. Where make alone gets a signal it tells a shell at most, so this process looks at make once
+a second, and ends the program with a SIGTERM.
 """
 
 from __future__ import annotations  # An old interpreter must come to say that it is old.
 
+import ctypes
 import importlib.util
 import os
 import shlex
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 # What programs need. pip knows xdist under another name.
 MEASURE, TABLES = ("torch", "numpy", "scipy", "msgspec"), ("numpy", "scipy", "msgspec")
@@ -20,6 +27,10 @@ TEST, TABLES_OF_RUNS = (*MEASURE, "pandas", "pytest", "xdist"), (*TABLES, "panda
 FIGURES = (*TABLES_OF_RUNS, "matplotlib")
 PIP = {"xdist": "pytest-xdist"}
 TESTS = ["pytest", "--dist"]
+
+PR_SET_PDEATHSIG, LOOK_S = 1, 1.0
+# make handles each of these, or leaves it ignored. Once it has got one it handles that one no more.
+ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 # target: its program, with OUT or RUN in the place of a folder or file, and the packages that it needs
 TARGETS = {
@@ -62,8 +73,65 @@ def command_of(target: str, given: dict[str, str]) -> list[str]:
         raise ValueError(f"ARGS={args!a}: {str(error).lower()}") from None
 
 
+def _status(pid: str) -> dict[str, str]:
+    """Fields of a process in /proc; {} where it is gone."""
+    try:
+        lines = Path("/proc", pid, "status").read_text().splitlines()
+    except OSError:
+        return {}
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+def _find_make() -> str | None:
+    """The process id of the make that started this process, perhaps through a shell."""
+    pid = str(os.getppid())
+    for _ in range(3):
+        status = _status(pid)
+        if status.get("Name") in ("make", "gmake"):
+            return pid
+        pid = status.get("PPid", "")
+    return None
+
+
+def _is_ending(make: str) -> bool:
+    """Return whether make is gone, or waits for its children to end, which it told nothing."""
+    status = _status(make)
+    handled = int(status.get("SigCgt", "0"), 16) | int(status.get("SigIgn", "0"), 16)
+    return status.get("State", "Z").startswith("Z") or not all(handled >> (number - 1) & 1 for number in ENDING)
+
+
+def run(words: list[str]) -> int:
+    """Run the program for as long as make lasts, and return its exit status; end as it ends by a signal."""
+    make, ends = _find_make(), []
+    if make is None:
+        os.execvp(words[0], words)
+
+    def end(*_):
+        ends.append(True)
+        process.terminate()
+
+    def look(*_):
+        if not ends and _is_ending(make):
+            end()
+
+    # A terminal interrupts the program, too. No child inherits these handlers.
+    for number, handler in zip(ENDING, (end, lambda *_: None, end), strict=False):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+    # This process has one thread, so no lock is held across the fork.
+    prctl = ctypes.CDLL(None).prctl
+    process = subprocess.Popen(words, preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0))
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
+    status = process.wait()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
 def main() -> None:
-    """Become the program, or end with one line and status 2."""
+    """Run the program, or end with one line and status 2."""
     target, reason = sys.argv[1], ""
     given = {name[len("make_") :]: value for name, value in os.environ.items() if name.startswith("make_")}
     # A step of the user's own runs in PYTHON, the harness does not.
@@ -82,7 +150,7 @@ def main() -> None:
         print(f"make {target}: {reason}", file=sys.stderr)
         sys.exit(2)
     print(" ".join(shlex.quote(word) if word.isprintable() else ascii(word) for word in words), flush=True)
-    os.execvp(python, words)
+    sys.exit(run(words))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import from_make
 from graph_worth.harness import run
 from tests.helpers.fake_machine import FAKE_PYTHON, ROOT, Machine, matching
+from tests.helpers.processes import until
 
 
 @pytest.fixture
@@ -243,6 +244,26 @@ def test_interrupt_ends_make_as_an_interrupt(machine):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=240) in (-signal.SIGINT, 130)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_to_make_alone_ends_the_program(machine, number):
+    machine.make("bench", "MODEL=gpt3")
+    (machine.folder / "wait").touch()
+    process = subprocess.Popen(
+        ["make", "bench", "MODEL=gpt3"],
+        cwd=machine.repo,
+        env=machine.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        # A shell that starts pytest in the background ignores interrupts, and so would make.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert until((machine.folder / "running").exists), "the program was not started"
+    process.send_signal(number)
+    assert until((machine.folder / "stopped").exists), "the program goes on"
+    assert process.wait(timeout=240) == -number
 
 
 def test_test_leaves_out_what_is_slow_or_needs_hardware(machine):

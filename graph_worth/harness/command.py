@@ -15,6 +15,7 @@ from graph_worth.text import printable, printed_as_text
 
 RUNS = ROOT / "runs"
 TO_SCRIPT = "What follows -- goes to the training script."
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = "\nstopped; what was measured stays, and the same command goes on from here"
 
 
@@ -69,6 +70,15 @@ def shown(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
+def _stop(*_) -> None:
+    """End the program, once: a shell, a scheduler or make may send several of these signals for one stop."""
+    for number in STOPS[1:]:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            # A handler is not inherited by what the program still starts.
+            signal.signal(number, lambda *_: None)
+    raise KeyboardInterrupt
+
+
 def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stopped: str = STOPPED) -> int:
     """Run a program and return its exit status. An exception becomes one line on stderr.
 
@@ -78,10 +88,10 @@ def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stoppe
         failures: exceptions with status 1.
         stopped: text for Ctrl-C, SIGTERM and SIGHUP, whose status is 130.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in STOPS:
         # nohup ignores SIGHUP, and means it.
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, _stop)
     try:
         with printed_as_text():
             status = work()

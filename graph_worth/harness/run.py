@@ -20,7 +20,6 @@ import json
 import os
 import re
 import secrets
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -32,7 +31,7 @@ from graph_worth.folders import OWN_STEP
 from graph_worth.harness import ask, command, judge
 from graph_worth.harness.ask import Options
 from graph_worth.harness.builds.build_measurement import BuildMeasurement
-from graph_worth.harness.builds.build_worker import OutOfVariants, StartFailed
+from graph_worth.harness.builds.build_worker import Interrupted, OutOfVariants
 from graph_worth.harness.builds.request import Settings
 from graph_worth.harness.command import Mistake, shown
 from graph_worth.harness.files import partial, run_file
@@ -45,7 +44,7 @@ from graph_worth.harness.report import write as write_page
 from graph_worth.harness.script import CONTROL, find_model, models
 
 ALL = "all"
-FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy, StartFailed)
+FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy, Interrupted)
 CYCLES = {"tiny": 3, "other": 8}
 BLOCK_S = {"tiny": 0.1, "other": 1.0}
 # A step of somebody's own gets its verdict within two minutes (graph_worth/harness/measure.py).
@@ -138,7 +137,7 @@ def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> N
     """Measure all builds of a model. A variant that cannot run is a fact, not an exception.
 
     Raises:
-        StartFailed: a worker of a build that ran before, or one that was killed, does not start, and there are cycles.
+        Interrupted: there are cycles, and the worker of a build that ran does not start, or was ended from outside.
     """
     settings = settings_of(args, request.preset)
     for number, build in enumerate(request.builds):
@@ -151,12 +150,12 @@ def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> N
             measurement.measure()
         except OutOfVariants as end:
             measurement.leave_out_rest(measurement.kind_of_eagers(), str(end))
+        except Interrupted as end:
+            raise Interrupted(_goes_on(end, facts)) from None
         except WorkerEnded as end:
-            is_of_host = facts.of("worker", build=build.name) or end.signal == signal.SIGKILL
+            is_of_host = facts.of("worker", build=build.name) or end.is_from_outside
             if is_of_host and facts.of("cycle"):
-                raise StartFailed(
-                    f"{end}; {shown(facts.path)} stays, and the same command goes on from there"
-                ) from None
+                raise Interrupted(_goes_on(end, facts)) from None
             measurement.leave_out_rest(*(("unsupported", end.reason) if end.is_refusal else (end.kind, str(end))))
     facts.add("end", end_utc=partial.utc())
 
@@ -167,6 +166,10 @@ def _share(settings: Settings, builds_left: int) -> Settings:
         return settings
     now_s = time.monotonic()
     return replace(settings, end_s=now_s + max(0.0, settings.end_s - now_s) / builds_left)
+
+
+def _goes_on(end, facts) -> str:
+    return f"{end}; {shown(facts.path)} stays, and the same command goes on from there"
 
 
 def _say(text):

@@ -17,6 +17,7 @@ With one rank nothing of this exists: no thread, no store, and agree() returns a
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -249,10 +250,11 @@ class Agreement:
             self._beat(beats)
             self._judge(seen, DEAD_WHEN_STOPPED_S)
             time.sleep(BEAT_S)
-        self._end(_read(self._store) or RankFault(self.rank, "failed", "stopped by SIGTERM"))
+        fault = _read(self._store)
+        self._end(fault or RankFault(self.rank, "failed", "stopped by SIGTERM"), by_signal=fault is None)
 
-    def _end(self, fault):
-        """The main thread's grace, then on_fault, then the end of the process."""
+    def _end(self, fault, by_signal=False):
+        """The main thread's grace, then on_fault, then the end of the process; by SIGTERM where that is the fault."""
         if self._ended.wait(GRACE_S if self.rank == 0 else GRACE_S + LAST_S):
             return
         try:
@@ -260,6 +262,10 @@ class Agreement:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+            if by_signal:
+                # The signal module sets handlers in the main thread alone, which may be blocked.
+                ctypes.CDLL(None).signal(signal.SIGTERM, 0)
+                os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0 if fault.status in ("oom", "unsupported") else 1)
 
 

@@ -1,6 +1,6 @@
 """Two hundred kills of the command, its worker or the process between, at any moment of a run, starts included.
 
-Nothing finished is lost, no process is left, and no folder of a worker.
+By SIGKILL or SIGTERM. Nothing finished is lost, no variant is accused, no process is left, and no folder of a worker.
 """
 
 import contextlib
@@ -46,13 +46,14 @@ def require_whole(folder, kept):
 
 
 def kill(process, draw):
-    """Kill the command, or its worker, or the process between the two."""
+    """Kill the command, or its worker, or the process between the two, by either signal."""
     mine = supervisor.descendants(process.pid)
     worker = [pid for pid in workers() if pid in mine]
     between = [pid for pid in mine if pid not in worker][:1]
+    number = draw.choice([signal.SIGKILL, signal.SIGTERM])
     for pid in draw.choice([[process.pid], worker or [process.pid], between or [process.pid]]):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
     process.communicate(timeout=120)
     return mine
 
@@ -65,7 +66,7 @@ def test_after_each_kill_the_same_command_goes_on(tmp_path, number):
     temporary.mkdir()
     folder, kept = tmp_path / "0", {}
     for each in range(KILLS):
-        process = start(folder, *MORE, TMPDIR=str(temporary))
+        process = start(folder, *MORE, audits=True, TMPDIR=str(temporary))
         time.sleep(draw.uniform(0.0, LATEST_S))
         mine = kill(process, draw)
         assert until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in mine)), "a process is left"  # noqa: B023
@@ -75,7 +76,7 @@ def test_after_each_kill_the_same_command_goes_on(tmp_path, number):
         if list(folder.rglob("*.json")) and not list(folder.rglob(f"*{partial.SUFFIX}")):
             require_whole(folder, kept)
             folder, kept = tmp_path / str(each + 1), {}
-    done = bench(folder, *MORE)
+    done = bench(folder, *MORE, audits=True)
     assert done.returncode == 0, done.stdout + done.stderr
     require_whole(folder, kept)
 

@@ -27,9 +27,11 @@ def bench(out, variants, *more, model=MODEL, flags=(), audits=False, **environme
     return subprocess.run(command, **options)
 
 
-def start(out, variants, *more, **environment):
+def start(out, variants, *more, audits=False, **environment):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-    return subprocess.Popen(words(out, variants, *more), cwd=ROOT, env=os.environ | environment, **options)
+    return subprocess.Popen(
+        words(out, variants, *more, audits=audits), cwd=ROOT, env=os.environ | environment, **options
+    )
 
 
 def only_run(out) -> Run:

@@ -17,7 +17,7 @@ echo "$call${NVTE_FRAMEWORK:+ NVTE_FRAMEWORK=$NVTE_FRAMEWORK}" | paste -s -d ' '
 # An interrupt reaches make and this program at once. make 4.3 exits with 2 where the program has ended before make
 # has looked, so it takes two seconds to end, as a run that stops its workers does.
 run_until_interrupted() {
-    trap 'kill $!; sleep 2; exit 130' INT
+    trap 'kill $!; touch "$MACHINE/stopped"; sleep 2; exit 130' INT TERM
     sleep 60 &
     touch "$MACHINE/running"
     wait

@@ -45,7 +45,7 @@ def repetitions(partial: Partial, build: str, references: dict[str, str]) -> lis
     done = {repetition["seed"] for repetition in partial.of("repetition", build=build)}
     plan, commands = partial.of("plan", build=build)[-1], []
     for audit in partial.of("audit", build=build):
-        if audit["variant"] in references and audit["seed"] not in done:
+        if audit["variant"] in references and audit["seed"] not in done and "ended" not in audit:
             steps = {key: audit[key] for key in STEPS}
             command = {"do": "block", **steps, "reset": True, "seed": audit["seed"], "first": audit["first"]}
             commands.append((references[audit["variant"]], command))

@@ -53,6 +53,9 @@ class BuildMeasurement:
         try:
             for phase in phases:
                 self._finish(phase)
+        except KeyboardInterrupt:
+            self.worker.close(is_at_once=True)
+            raise
         finally:
             self.worker.close()
 
@@ -282,7 +285,7 @@ class BuildMeasurement:
                 self._hold(variant)
                 answer = self.worker.try_ask(variant, command)
                 facts = {key: command[key] for key in ("number", "seed", "first", *audit.STEPS)}
-                self._add("audit", variant, **facts, **(answer if "raised" in answer else _trained(answer)))
+                self._add("audit", variant, **facts, **(_trained(answer) if "losses" in answer else answer))
 
     def _measure_alone(self):
         """Give headline variants and graphs a process each, for memory, and let eager repeat the audits in one."""

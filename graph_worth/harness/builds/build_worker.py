@@ -4,17 +4,18 @@ A variant that fails or ends its worker is left out by name. Variants that do no
 graphs' memory first, then get a process for each block.
 """
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from graph_worth.harness.builds.request import BuildRequest, Settings
 from graph_worth.harness.files.partial import Partial
-from graph_worth.harness.processes.worker_process import LOST_PEER, WorkerEnded, WorkerProcess
+from graph_worth.harness.processes.worker_process import WorkerEnded, WorkerProcess
 
 # Facts of a worker that are those of all workers of its build, besides its configuration.
 SAME = ("flops_per_step", "items_per_step", "period")
+# Facts that are not asked for again.
+PROGRESS = ("parity", "plan", "cycle", "again", "audit", "profile", "course")
 # A worker that is silent in a block for so many times its steps' time by the pilot hangs, and not before LEAST_LIMIT_S.
 PATIENCE, LEAST_LIMIT_S = 20.0, 60.0
 
@@ -23,8 +24,8 @@ class OutOfVariants(RuntimeError):
     """No variant of a build is left to measure; the text says why."""
 
 
-class StartFailed(RuntimeError):
-    """No worker starts any more for a run that has cycles; the text says why."""
+class Interrupted(RuntimeError):
+    """A run that has cycles cannot go on now, for a reason that lies outside of its variants; the text says which."""
 
 
 class TryAgain(Exception):
@@ -53,7 +54,8 @@ class BuildWorker:
         self._worker: WorkerProcess | None = None
         # Started ahead, while another one works: it imports meanwhile.
         self._next: tuple[dict, WorkerProcess] | None = None
-        self._killed: set[str] = set()
+        # Variant -> how far the build was when its worker was ended from outside.
+        self._killed: dict[str, list[int]] = {}
         self._stopped: set[str] = set()
 
     def ask(self, variant: str, command: dict, parity: bool = False) -> dict:
@@ -62,18 +64,16 @@ class BuildWorker:
         Raises:
             TryAgain: the variant is left out or gets another try.
             WorkerEnded: the worker cannot build its state.
+            Interrupted: the worker was ended from outside again, while a variant ran that has run before.
         """
         worker = self._worker or self._start(parity)
         try:
             answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command))
         except WorkerEnded as end:
             self.end()
-            if end.signal == signal.SIGKILL and variant not in self._killed:
-                # A program cannot send it to itself by mistake: perhaps somebody else, so there is a second chance.
-                self._killed.add(variant)
-                self._note("killed", variant, str(end))
-                self.say(f"  {end}; {variant} is tried once more")
-            else:
+            if not self._has_second_chance(variant, end):
+                if end.is_from_outside and self._has_cycle(variant):
+                    raise Interrupted(str(end)) from None
                 self.leave_out(variant, end.kind, str(end))
             raise TryAgain from None
         if answer.pop("say") == "done":
@@ -83,11 +83,24 @@ class BuildWorker:
         if answer["kind"] == "oom" and command["do"] != "parity" and not self.apart:
             self._make_room(variant, answer["reason"])
         else:
-            is_lost = self.request.ranks > 1 and LOST_PEER.search(answer["reason"])
-            self.leave_out(variant, answer["kind"], (worker.dead_rank() if is_lost else "") or answer["reason"])
+            self.leave_out(variant, answer["kind"], answer["reason"])
             if answer["fatal"]:
                 self.end()
         raise TryAgain
+
+    def _has_second_chance(self, variant, end: WorkerEnded) -> bool:
+        """A signal that the run did not send says nothing of the variant: the question is asked once more."""
+        progress = [len(self.partial.of(fact, build=self.request.name)) for fact in PROGRESS]
+        if not end.is_from_outside or self._killed.get(variant) == progress:
+            return False
+        self._killed[variant] = progress
+        self._note("killed", variant, str(end))
+        self.say(f"  {end}; {variant} is tried once more")
+        return True
+
+    def _has_cycle(self, variant) -> bool:
+        """Return whether a finished cycle has a block of the variant, which can run then."""
+        return any(variant in cycle["order"] for cycle in self.partial.of("cycle", build=self.request.name))
 
     def _limit_s(self, variant, command) -> float:
         """The longest silence of the worker. A pilot has told how long steps and a reset take."""
@@ -170,17 +183,23 @@ class BuildWorker:
             self._next = environment, WorkerProcess(self.request.command(self.remaining()[0]), environment, self.log)
 
     def try_ask(self, variant: str, command: dict) -> dict:
-        """Return the worker's answer, or {"raised": reason}: a variant that fails is not left out.
+        """Return the worker's answer; a variant that fails is not left out.
+
+        Returns:
+            The answer, or {"raised": reason}, or {"ended": reason} where a signal that the run did not send ended the
+            worker, and ended it again when it was asked once more.
 
         Raises:
-            TryAgain: this process was stopped meanwhile.
+            TryAgain: this process was stopped meanwhile, or the worker was ended by such a signal for the first time.
         """
         worker = self._worker or self._start(parity=False)
         try:
             answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command))
         except WorkerEnded as end:
             self.end()
-            return {"raised": str(end)[:400]}
+            if self._has_second_chance(variant, end):
+                raise TryAgain from None
+            return {"ended" if end.is_from_outside else "raised": str(end)[:400]}
         if answer.pop("say") == "done":
             if answer.pop("was_stopped", False):
                 self._was_stopped(variant)
@@ -214,7 +233,7 @@ class BuildWorker:
                         return
                 return
             except WorkerEnded as end:
-                if end.signal != signal.SIGKILL or not tries_left:
+                if not end.is_from_outside or not tries_left:
                     return
             finally:
                 self.end()
@@ -229,17 +248,17 @@ class BuildWorker:
         self.say(f"  {variant}: {reason}; {what} from here on")
         self.end()
 
-    def end(self) -> None:
+    def end(self, is_at_once: bool = False) -> None:
         """End the worker, if there is one."""
         if self._worker is not None:
-            self._worker.end()
+            self._worker.end(is_at_once)
         self._worker, self.captured, self.paces = None, [], {}
 
-    def close(self) -> None:
+    def close(self, is_at_once: bool = False) -> None:
         """End every worker."""
-        self.end()
+        self.end(is_at_once)
         if self._next is not None:
-            self._next[1].end()
+            self._next[1].end(is_at_once)
             self._next = None
 
     @property

@@ -231,6 +231,7 @@ class Audit(Struct, kw_only=True):
         first: number of the first step.
         own: the variant's block; None where it raised something, see `raised`.
         repetition: the same steps of the reference, in a process that never made the variant; None where it failed.
+        ended: a signal that the run did not send ended the worker, twice, so this is no audit; older files have none.
     """
 
     seed: Whole
@@ -238,6 +239,7 @@ class Audit(Struct, kw_only=True):
     own: Trained | None = None
     repetition: Trained | None = None
     raised: Text = ""
+    ended: Text = ""
 
 
 class Alone(Struct, kw_only=True):

@@ -229,8 +229,8 @@ def prose_without_folders(text: str) -> str:
 def _audit(fact, repetitions) -> Audit:
     lines = fact, *(repetitions[:1] or [{}])
     block, repetition = (_as(Trained, line) if "losses" in line else None for line in lines)
-    raised = prose_without_folders(fact.get("raised", ""))
-    return Audit(seed=fact["seed"], first=fact["first"], own=block, repetition=repetition, raised=raised)
+    reasons = {key: prose_without_folders(fact.get(key, "")) for key in ("raised", "ended")}
+    return Audit(seed=fact["seed"], first=fact["first"], own=block, repetition=repetition, **reasons)
 
 
 def _without_folders(value):

@@ -26,7 +26,10 @@ START_LIMIT_S = 180.0
 POLL_S = 0.5
 # What torchrun prints of the rank that ended first, and what the others see of it.
 DEAD_RANK = re.compile(r"Root Cause.*?\n\s*rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+) ", re.DOTALL)
+STOPPED_TORCHRUN = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 LOST_PEER = re.compile(r"[Cc]onnection (reset|closed)|remote process exited|Broken pipe")
+# No program sends itself one of these by mistake: perhaps somebody else did, or the system had no memory left.
+FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGKILL}
 RANKS_END_S = 10.0
 # How often this process was stopped and has gone on.
 _stops = 0
@@ -44,7 +47,7 @@ class WorkerEnded(RuntimeError):
         kind: of `facts.Raised`: "error" or "timeout", or what it said while it built its state.
         reason: in one line.
         exit_status: of its process, where that ended by itself.
-        signal: that ended it, or None.
+        signal: that ended it or one of its ranks, or None.
         is_answer: it said so itself, and another worker would say the same.
     """
 
@@ -61,6 +64,7 @@ class WorkerEnded(RuntimeError):
         # 2: the script did not take its arguments, or said that they cannot run on this machine.
         self.is_refusal = exit_status == 2
         self.is_answer = is_answer or self.is_refusal
+        self.is_from_outside = signal in FROM_OUTSIDE
 
 
 class WorkerProcess:
@@ -78,6 +82,7 @@ class WorkerProcess:
             signal.signal(signal.SIGCONT, _note_stop)
         # A launcher has to end what it started on other machines, so it is asked first.
         asks = command[0] != sys.executable
+        self._has_ranks = "torch.distributed.run" in command
         self._patience_s = supervisor.TERMINATE_S + (supervisor.ASK_S if asks else 0.0)
         # Its supervisor removes the folder also where this process is killed, so it is there before the folder is.
         where = os.path.abspath(os.environ.get(launch.SOCKET_DIR) or tempfile.gettempdir())
@@ -112,7 +117,8 @@ class WorkerProcess:
         Returns:
             The last message, whose "say" is "done" or "failed". Where the worker marked the begin and the end of timed
             steps, "parent_s" is the time between the two by the clock of this process, "whole_s" that of the call, and
-            "was_stopped" whether this process was stopped meanwhile, so that it did not see when they came.
+            "was_stopped" whether this process was stopped meanwhile, so that it did not see when they came. A rank that
+            has lost another one gives the end of that one as its reason; WorkerEnded where a signal ended it.
         """
         self.wait()
         assert self._channel is not None, "it has answered"
@@ -138,6 +144,8 @@ class WorkerProcess:
                         message["parent_s"] = round(marks["timed_end"] - marks["timed_begin"], 5)
                         message["whole_s"] = round(now_s - sent_s, 5)
                         message["was_stopped"] = _stops != stops
+                    if message["say"] == "failed" and message["fatal"] and self._has_ranks:
+                        self._explain(message)
                     return message
                 marks[message["say"]] = now_s
         except Closed:
@@ -147,46 +155,66 @@ class WorkerProcess:
             self._require_alive()
             raise WorkerEnded("error", "the worker closed its line") from None
 
+    def _explain(self, message) -> None:
+        """Give the end of a dead rank as the reason of a rank that lost it; WorkerEnded where a signal ended it."""
+        reason, number = self._dead_rank()
+        if number is not None:
+            raise WorkerEnded("error", reason, signal=number)
+        if reason and LOST_PEER.search(message["reason"]):
+            message["reason"] = reason
+
     def _require_alive(self):
         status = self._process.poll()
         if status is None:
             return
         if status > 128 or status < 0:
             number = status - 128 if status > 128 else -status
-            name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
             more = ", perhaps out of host memory" if number == signal.SIGKILL else ""
-            raise WorkerEnded("error", f"the worker was ended by {name}{more}", signal=number)
-        reason = self.dead_rank() or _last_line(self.log, self._log_start)
+            raise WorkerEnded("error", f"the worker was ended by {_name(number)}{more}", signal=number)
+        reason, ended_by = self._dead_rank()
+        if ended_by is not None:
+            raise WorkerEnded("error", reason, signal=ended_by)
+        reason = reason or _last_line(self.log, self._log_start)
         raise WorkerEnded("error", reason or "the worker ended", exit_status=status)
 
-    def dead_rank(self) -> str:
-        """In words how the first of several ranks ended, as torchrun says once all have; "" where it says nothing."""
+    def _dead_rank(self) -> tuple[str, int | None]:
+        """How the first of several ranks ended, as torchrun says once all have, and the signal that ended it.
+
+        The text is "" where torchrun says nothing.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(RANKS_END_S)
         text = _text(self.log, self._log_start)
-        matches = DEAD_RANK.findall(text)
+        stops, matches = STOPPED_TORCHRUN.findall(text), DEAD_RANK.findall(text)
+        if stops:
+            return f"torchrun was ended by {_name(int(stops[-1]))}", int(stops[-1])
         if not matches:
-            return ""
+            return "", None
         rank, status = matches[-1][0], int(matches[-1][1])
-        if -status in set(signal.Signals):
-            return f"rank {rank} was ended by {signal.Signals(-status).name}"
+        if status < 0:
+            return f"rank {rank} was ended by {_name(-status)}", -status
         if status == 1:
-            return ""
+            return "", None
         # With 2 a script has named a mistake.
         mistakes = _said(text) if status == 2 else []
-        return mistakes[-1] if mistakes else f"rank {rank} ended with exit status {status}"
+        return mistakes[-1] if mistakes else f"rank {rank} ended with exit status {status}", None
 
-    def end(self) -> None:
-        """Hang up, and end what does not end by itself."""
+    def end(self, is_at_once: bool = False) -> None:
+        """Hang up, and end what does not end by itself; with `is_at_once` in the middle of a block, too."""
         if self._channel is not None:
             self._channel.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(20)
+                self._process.wait(0 if is_at_once else 20)
         try:
             supervisor.end(self._process, self._patience_s)
         finally:
             self._listener.close()
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _name(number: int) -> str:
+    """The name of a signal, or its number."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _listening(folder: Path) -> socket.socket:

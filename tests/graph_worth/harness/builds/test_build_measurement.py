@@ -70,6 +70,7 @@ class FakeWorker:
     """A worker that answers at once."""
 
     apart, shares, raising, facts = False, False, (), {"period": 1, "least_steps": 0, "gpus": []}
+    ended = ()
     # (variant, number of its block) -> its last loss, where it is no 0.5.
     parted: ClassVar[dict[tuple[str, int], float]] = {}
 
@@ -91,6 +92,8 @@ class FakeWorker:
         return {key: value for key, value in fact.items() if key not in ("build", "variant", "cycle", "place", "busy")}
 
     def try_ask(self, variant, command):
+        if variant in self.ended:
+            return {"ended": "the worker was ended by SIGTERM"}
         return {"raised": "AssertionError: no"} if variant in self.raising else self.ask(variant, command)
 
     def alone(self, asks, is_last):
@@ -203,6 +206,24 @@ def test_who_raises_in_an_audit_is_not_left_out_and_after_the_base_nobody_is_aud
     other._audit()
     assert [each["variant"] for each in facts.of("audit")] == ["eager"]
     assert partial.folded(facts.facts).builds[""].variants["eager"].audits[0].raised == "AssertionError: no"
+
+
+def test_an_audit_that_a_signal_ended_accuses_nobody_and_is_not_repeated(tmp_path):
+    measurement, own = measurement_of(tmp_path, ["eager"], ["graph_a", "graph_b"])
+    for name in ("graph_a", "graph_b"):
+        own.add("capture", build="", variant=name, graphs=1, promised_graphs=1, promised_replays=1)
+    measurement._measure_cycles()
+    measurement.worker.ended, measurement.worker.raising = ("graph_a",), ("graph_b",)
+    measurement._audit()
+    measurement._measure_alone()
+    run = partial.folded(own.facts)
+    (build,) = run.builds.values()
+    assert {(audit.ended, audit.raised) for audit in build.variants["graph_a"].audits} == {
+        ("the worker was ended by SIGTERM", "")
+    }
+    assert not any(audit.own or audit.repetition for audit in build.variants["graph_a"].audits)
+    assert checks.fault_of(run, build, "graph_a") is None
+    assert checks.fault_of(run, build, "graph_b").fault == Fault.AUDIT
 
 
 def test_a_base_that_fails_in_its_audit_is_not_asked_again(tmp_path):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from graph_worth.harness import run
-from graph_worth.harness.builds.build_worker import BuildWorker, StartFailed, TryAgain
+from graph_worth.harness.builds.build_worker import BuildWorker, Interrupted, TryAgain
 from graph_worth.harness.builds.request import BuildRequest, Settings
 from graph_worth.harness.files.partial import SUFFIX, Partial
 from graph_worth.harness.processes import worker_process
@@ -30,7 +30,7 @@ class Answers:
         self.asked.append((command, limit_s))
         return {"say": "done", **self.facts}
 
-    def end(self):
+    def end(self, is_at_once=False):
         pass
 
 
@@ -43,6 +43,8 @@ def own(tmp_path):
 
 
 KILLED = WorkerEnded("error", "the worker was ended by SIGKILL", signal=signal.SIGKILL)
+STOPPED = WorkerEnded("error", "rank 1 was ended by SIGTERM", signal=signal.SIGTERM)
+CRASHED = WorkerEnded("error", "the worker was ended by SIGSEGV", signal=signal.SIGSEGV)
 SILENT = WorkerEnded("timeout", "the worker did not answer")
 REFUSED = WorkerEnded("error", "--layers 8: too many", exit_status=2)
 
@@ -221,16 +223,62 @@ def test_of_a_worker_of_its_own_every_answer_counts_that_there_is(own, monkeypat
 
 def test_a_question_that_may_fail_leaves_nothing_out(own, monkeypatch):
     own.request.command = lambda variant: []
-    starts(monkeypatch, Refuses(), Ends(KILLED, "block"))
+    starts(monkeypatch, Refuses(), Ends(CRASHED, "block"))
     assert own.try_ask("eager", {"do": "block"}) == {"raised": "refused"}
     own.end()
-    assert "SIGKILL" in own.try_ask("eager", {"do": "block"})["raised"]
+    assert "SIGSEGV" in own.try_ask("eager", {"do": "block"})["raised"]
     assert own.remaining() == ["eager"]
+
+
+@pytest.mark.parametrize("how", [KILLED, STOPPED], ids=["SIGKILL", "SIGTERM"])
+def test_an_audit_that_a_signal_ended_is_tried_once_more_and_then_is_none(own, monkeypatch, how):
+    own.request.command = lambda variant: []
+    left = starts(monkeypatch, *(Ends(how, "block") for _ in range(3)))
+    with pytest.raises(TryAgain):
+        own.try_ask("eager", {"do": "block"})
+    assert own.try_ask("eager", {"do": "block"}) == {"ended": str(how)}
+    # The next audit has a second chance, too.
+    own.partial.add("audit", build="", variant="eager")
+    with pytest.raises(TryAgain):
+        own.try_ask("eager", {"do": "block"})
+    assert own.remaining() == ["eager"] and not left
+
+
+@pytest.mark.parametrize("how", [KILLED, STOPPED], ids=["SIGKILL", "SIGTERM"])
+def test_a_variant_that_has_run_is_never_left_out_for_signals(own, monkeypatch, how):
+    own.request.command = lambda variant: []
+    starts(monkeypatch, *(Ends(how, "block") for _ in range(5)))
+
+    def ask():
+        with pytest.raises(TryAgain):
+            own.ask("eager", {"do": "block"})
+
+    for _ in range(2):
+        own.partial.add("cycle", build="", order=["eager"])
+        ask()
+    # Twice without a fact between: the run stops, and the same command goes on.
+    with pytest.raises(Interrupted, match=str(how)):
+        own.ask("eager", {"do": "block"})
+    own.partial.facts = [fact for fact in own.partial.facts if fact["fact"] != "cycle"]
+    ask()
+    assert own.remaining() == ["eager"]
+    ask()
+    assert own.remaining() == []
+
+
+def test_a_variant_that_crashes_has_no_second_chance(own, monkeypatch):
+    own.request.command = lambda variant: []
+    starts(monkeypatch, Ends(CRASHED, "block"))
+    with pytest.raises(TryAgain):
+        own.ask("eager", {"do": "block"})
+    assert own.remaining() == []
 
 
 @pytest.mark.parametrize(
     ("how", "has_run", "has_cycles", "is_sealed"),
     [
+        (STOPPED, False, True, False),
+        (Interrupted("rank 1 was ended by SIGTERM"), True, True, False),
         (KILLED, True, True, False),
         (KILLED, False, True, False),
         (KILLED, True, False, True),
@@ -254,7 +302,7 @@ def test_a_failed_start_seals_no_run_that_has_cycles(monkeypatch, tmp_path, how,
     if is_sealed:
         run.measure_run(asked, args, facts, tmp_path / "log")
     else:
-        with pytest.raises(StartFailed, match="the same command goes on from there"):
+        with pytest.raises(Interrupted, match="the same command goes on from there"):
             run.measure_run(asked, args, facts, tmp_path / "log")
     assert bool(facts.of("end")) == bool(facts.of("left_out")) == is_sealed
 
