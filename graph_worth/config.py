@@ -13,6 +13,7 @@ the command line are answered in a fraction of a second, on machines without tor
 import argparse
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import json
 import math
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graph_worth import garbage
-from graph_worth.folders import script_of
+from graph_worth.folders import SUPERVISOR, script_of
 from graph_worth.text import printable
 
 # Each step keeps an event on the GPU and its time.
@@ -34,6 +35,8 @@ MAX_STEPS = 1_000_000
 MAX_BATCHES = 10_000
 # What is computed from sizes stays within the range of a float.
 MAX_INTEGER = 2**53
+
+PR_SET_PDEATHSIG = 1
 
 # Of training by hand.
 EXIT_STATUS = {"pass": 0, "unsupported": 3, "oom": 4}
@@ -211,6 +214,23 @@ def mistakes_in_one_line(prog: str):
 def end_at_once() -> None:
     """Let Ctrl-C end the process without a traceback while Python itself ends."""
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
+
+
+def end_with_supervisor() -> None:
+    """Let the kernel end this process with its parent, which may be torchrun; end it where the supervisor is gone.
+
+    A supervisor that is killed ends torchrun with it, and nothing else ends torchrun's ranks.
+    """
+    pid = os.environ.get(SUPERVISOR)
+    if pid is None:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        state = "X"
+    if state in "XZ":
+        os._exit(1)
 
 
 def needs(gpus: bool, multiple_of=1, at_most=None, submitted=None) -> dict:

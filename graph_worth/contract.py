@@ -315,6 +315,8 @@ def parse(
             _alias_main(model)
     require = facts.pop("require", None)
     args = command_line.parse(model, config_class, presets, variants, argv, facts | {"builds": builds})
+    if args.run.worker:
+        command_line.end_with_supervisor()
     with command_line.mistakes_in_one_line(f"python -m {script}"):
         if argv is None and hasattr(args.config, "require_ranks"):
             args.config.require_ranks(int(os.environ.get("WORLD_SIZE", "1")))

@@ -23,6 +23,8 @@ ROOT = _HERE if IS_INSTALLED or (not _HERE.is_relative_to(CODE) and models_below
 # The model of a step that a user hands over, as run files name it.
 OWN_STEP = "common.your_step"
 _STEP_SCRIPT = "graph_worth.your_step.step_script"
+# Environment variable: the process id of the supervisor of a worker on this machine.
+SUPERVISOR = "GRAPH_SUPERVISOR"
 
 
 def script_of(model: str) -> str:

@@ -30,7 +30,7 @@ from graph_worth.harness.command import Mistake
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged, Verdict
 from graph_worth.harness.pages.cells import milliseconds
-from graph_worth.harness.processes import gpus, launch
+from graph_worth.harness.processes import gpus, launch, supervisor
 from graph_worth.your_step import step_file
 from graph_worth.your_step.config import LEAST_GAIN
 
@@ -215,26 +215,41 @@ def doctor(options: Options) -> tuple[int, str, dict]:
         step = options.flags[options.flags.index("--step") + 1]
         words = launched.command([str(START), "graph_worth.your_step.doctor", step, str(text)])
         # Of several ranks each would print its mistake, and torchrun a page about it.
-        errors = subprocess.PIPE if options.ngpu > 1 else None
-        streams: dict = {"stdout": sys.stderr if sys.stdout is sys.stderr else None, "stderr": errors, "text": True}
+        pipe = subprocess.PIPE if options.ngpu > 1 else None
+        streams: dict = {"stdout": sys.stderr if sys.stdout is sys.stderr else None, "stderr": pipe, "text": True}
+        process = supervisor.start(words, asks=False, **streams)
         try:
-            done = subprocess.run(words, cwd=ROOT, check=False, timeout=DOCTOR_LIMIT_S, **streams)
+            _, errors = process.communicate(timeout=DOCTOR_LIMIT_S)
         except subprocess.TimeoutExpired:
             print(f"the doctor has no answer after {DOCTOR_LIMIT_S} s, and is left out")
             return 0, "", {}
-        if done.returncode != MISTAKE:
+        finally:
+            supervisor.end(process, supervisor.TERMINATE_S)
+        # A supervisor gives 128 + n where signal n ended its command.
+        status = 128 - process.returncode if process.returncode > 128 else process.returncode
+        if status != MISTAKE:
             print(flush=True)
         prog = os.environ[step_file.PROG]
-        mistakes = [line for line in (done.stderr or "").splitlines() if line.startswith(prog)]
+        mistakes = [line for line in (errors or "").splitlines() if line.startswith(prog)]
         if mistakes:
             print(mistakes[0], file=sys.stderr)
             return MISTAKE, "", {}
         diagnosis_path = text.with_suffix(".json")
         if not diagnosis_path.is_file():
-            return done.returncode, "", {}
+            return status, "", {}
         diagnosis = json.loads(diagnosis_path.read_text())
+        findings = text.read_text()
+        if status < 0 and diagnosis["has_mine"]:
+            # It was written before the capture that the file itself makes was tried.
+            findings += f"\nyour capture: the doctor was ended by {_signal_name(-status)}"
+            print(findings, flush=True)
+            return NO_CAPTURE, findings, diagnosis
         # Of several ranks each returns 0.
-        return done.returncode or diagnosis["status"], text.read_text(), diagnosis
+        return status or diagnosis["status"], findings, diagnosis
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _usual(args, options: Options, seen: dict) -> Options:
@@ -332,7 +347,7 @@ def _measure(args, answer: dict) -> int:
     doctor_status, findings, seen = (0, "", {}) if is_left_out else doctor(options)
     if args.doctor and doctor_status < 0:
         print(
-            f"{args.prog}: the doctor was ended by {signal.Signals(-doctor_status).name}, perhaps out of host memory",
+            f"{args.prog}: the doctor was ended by {_signal_name(-doctor_status)}, perhaps out of host memory",
             file=sys.stderr,
         )
         return 1
@@ -340,7 +355,7 @@ def _measure(args, answer: dict) -> int:
         answer["text"] = findings
         return doctor_status
     if doctor_status not in (0, WRONG, NO_CAPTURE):
-        ended = f" (ended by {signal.Signals(-doctor_status).name})" if doctor_status < 0 else ""
+        ended = f" (ended by {_signal_name(-doctor_status)})" if doctor_status < 0 else ""
         print(f"The doctor itself failed{ended} and is left out.")
     if not args.variants and not args.quick:
         options = _usual(args, options, seen)

@@ -6,7 +6,6 @@ child of this one (`adopt_orphans`), so a process cannot hide by having its pare
 
 import contextlib
 import ctypes
-import signal
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 # A thread or process that ends has so long for it.
 PATIENCE_S = 0.2
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 # Helpers of Python and torch, which stay for all.
 HELPERS = ("multiprocessing.resource_tracker", "compile_worker")
 
@@ -23,12 +22,6 @@ def adopt_orphans() -> None:
     """Let processes whose parent ends, and that this one or a child had started, become children of this one."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def end_with_parent() -> None:
-    """Let the kernel end this process when its parent ends: torchrun, perhaps, which nothing else then ends for it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def threads() -> set[threading.Thread]:

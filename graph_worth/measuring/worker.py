@@ -58,8 +58,6 @@ def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> No
     """Answer commands until the other end hangs up. model: `graph_worth.script.session.Model`, not built."""
     channel = Channel.connect(model.options.worker) if rank == 0 else None
     left_running.adopt_orphans()
-    if world_size > 1:
-        left_running.end_with_parent()
 
     def give_up(fault):
         if channel is not None:

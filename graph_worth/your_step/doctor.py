@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from graph_worth.config import mistakes_in_one_line
+from graph_worth.config import end_with_supervisor, mistakes_in_one_line
 from graph_worth.files import write_text
 from graph_worth.machine.memory import explain_oom
 from graph_worth.made_variant import Capture, complete_variant
@@ -111,8 +111,10 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def diagnose(text: str, device: torch.device) -> Diagnosis:
+def diagnose(text: str, device: torch.device, before_mine: Callable = lambda diagnosis: None) -> Diagnosis:
     """Look at the step that FILE.py:FUNCTION names.
+
+    before_mine: gets the diagnosis so far before the user's own capture is tried, which may end this process.
 
     Raises:
         ValueError: the file cannot be used, or its step fails eagerly.
@@ -128,8 +130,10 @@ def diagnose(text: str, device: torch.device) -> Diagnosis:
         print(f"{takes}: about {seconds:.0f} s", flush=True)
     diagnosis = _without_mine(state)
     if state.make_mine is not None:
+        diagnosis.has_mine = True
+        before_mine(diagnosis)
         outcome = of_mine(state)
-        diagnosis.has_mine, diagnosis.outcomes[MINE.title] = True, outcome.text
+        diagnosis.outcomes[MINE.title] = outcome.text
         diagnosis.findings = ordered([*diagnosis.findings, *([outcome.finding] if outcome.finding else [])])
     return diagnosis
 
@@ -252,6 +256,7 @@ def main(argv=None) -> int:
     Under torchrun rank 0 prints, and every rank returns 0: torchrun would tell of another one as of a crash.
     """
     words = sys.argv[1:] if argv is None else argv
+    end_with_supervisor()
     with mistakes_in_one_line(os.environ.get(step_file.PROG, "python -m graph_worth.your_step.doctor")):
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")
@@ -264,9 +269,11 @@ def main(argv=None) -> int:
             if rank == 0:
                 print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
             with user_file.exits_are_errors():
-                diagnosis = diagnose(words[0], device)
+                names = words[1:] if rank == 0 else []
+                diagnosis = diagnose(words[0], device, lambda diagnosis: _write(diagnosis, names))
             if rank == 0:
-                _tell(diagnosis, words[1:])
+                print(lines(diagnosis.text()))
+                _write(diagnosis, names)
         except torch.OutOfMemoryError as error:
             print(f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr)
             return 1
@@ -283,9 +290,8 @@ def main(argv=None) -> int:
     return diagnosis.status if world_size == 1 else 0
 
 
-def _tell(diagnosis: Diagnosis, names: list[str]) -> None:
-    """Print a diagnosis, write it to a file, and what programs want of it beside it."""
-    print(lines(diagnosis.text()))
+def _write(diagnosis: Diagnosis, names: list[str]) -> None:
+    """Write a diagnosis to a file, and what programs want of it beside it."""
     for name in names:
         try:
             write_text(Path(name), diagnosis.text())

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from graph_worth.folders import ROOT, START
+from graph_worth.folders import ROOT, START, SUPERVISOR
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 TERMINATE_S = 15.0
@@ -105,7 +105,9 @@ def supervise(parent_pid: int, command: list[str], asks: bool) -> int:
         number = signal.SIGTERM if asks else signal.SIGKILL
         # This process has one thread, so no lock is held across the fork.
         start = lambda: set_parent_death_signal(number)  # noqa: E731
-        process = subprocess.Popen(command, start_new_session=True, preexec_fn=start)
+        # A launcher's command runs on other machines, too.
+        environment = os.environ if asks else os.environ | {SUPERVISOR: str(os.getpid())}
+        process = subprocess.Popen(command, start_new_session=True, preexec_fn=start, env=environment)
         # A signal before this line would have found no process to end.
         signal.signal(signal.SIGTERM, _raise_stop)
         if stopped:

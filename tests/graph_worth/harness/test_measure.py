@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -367,19 +368,39 @@ def test_after_a_kill_the_same_command_goes_on_with_the_cycles_that_were_finishe
     ],
 )
 def test_several_ranks_tell_their_status_in_a_file_and_a_mistake_once(tmp_path, monkeypatch, capsys, errors, found):
-    def ranks(words, **more):
-        if "-c" not in words:
-            assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-            Path(words[-1]).write_text("a finding")
-            Path(words[-1]).with_suffix(".json").write_text('{"status": 6, "whole_is_right": false}')
-        return subprocess.CompletedProcess(words, 0, stderr=errors)
+    def ranks(words, asks, **more):
+        assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        Path(words[-1]).write_text("a finding")
+        Path(words[-1]).with_suffix(".json").write_text('{"status": 6, "whole_is_right": false}')
+        return SimpleNamespace(returncode=0, communicate=lambda timeout: (None, errors))
 
     (tmp_path / "my_step.py").write_text(STEP)
     asked = measure.request(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build", "--ngpu", "2"]))
-    monkeypatch.setattr(measure.subprocess, "run", ranks)
+    monkeypatch.setattr(measure.supervisor, "start", ranks)
+    monkeypatch.setattr(measure.supervisor, "end", lambda process, patience_s: None)
     monkeypatch.setenv(step_file.PROG, measure.PROG)
     assert measure.doctor(asked) == found
     assert capsys.readouterr().err.count("no build") == (not found[1])
+
+
+MINE = """
+    def mine():
+        import os, signal
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return {"eager": step, "mine": mine}, batches"""
+
+
+@pytest.mark.slow
+def test_a_capture_of_the_users_own_that_ends_its_process_has_a_row_with_the_reason(tmp_path):
+    path = tmp_path / "my_step.py"
+    path.write_text(STEP.replace("SCALE", "1.0").replace("\n    return step, batches", MINE))
+    words = [sys.executable, "-m", "benchmarks.measure", "--step", str(path), "--out", str(tmp_path / "runs")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "your capture: the doctor was ended by SIGSEGV" in done.stdout, done.stdout + done.stderr
+    assert "The doctor itself failed" not in done.stdout
+    assert "failed: mine (the worker was ended by SIGSEGV)" in done.stdout
+    alone = subprocess.run([*words, "--doctor"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert alone.returncode == measure.NO_CAPTURE and "was ended by SIGSEGV" in alone.stdout, alone.stderr
 
 
 def test_a_variant_that_failed_otherwise_has_no_wrong_numbers():

@@ -89,3 +89,40 @@ def test_a_launcher_is_asked_to_end_what_it_has_elsewhere(tmp_path, number):
         far.wait()
         for pid in processes_with(str(ready)):
             os.kill(pid, signal.SIGKILL)
+
+
+# Starts a rank in a session of its own, as torchrun does.
+TORCHRUN = """
+import subprocess, sys
+subprocess.run([sys.executable, *sys.argv[1:]], start_new_session=True)
+"""
+RANK = """
+import pathlib, sys, time
+from graph_worth.config import end_with_supervisor
+end_with_supervisor()
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+
+
+def test_a_rank_ends_with_its_supervisor_that_is_killed(tmp_path):
+    ready = tmp_path / "ready"
+    ranks = [sys.executable, "-c", TORCHRUN, "-c", RANK, str(ready)]
+    process = supervisor.start(ranks, asks=False, env=dict(os.environ))
+    try:
+        assert until(ready.exists)
+        process.kill()
+        process.wait()
+        assert until(lambda: not processes_with(str(ready))), "a rank is left over"
+    finally:
+        for pid in processes_with(str(ready)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_that_starts_after_its_supervisor_was_killed_ends(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    environment = os.environ | {"GRAPH_SUPERVISOR": str(gone.pid)}
+    words = [sys.executable, "-c", RANK, str(tmp_path / "ready")]
+    assert subprocess.run(words, cwd=ROOT, env=environment, timeout=240).returncode == 1
+    assert not (tmp_path / "ready").exists()
