@@ -74,7 +74,7 @@ class Summary(Struct, kw_only=True):
     steps: Count
     mean_ms: Ms
     typical_ms: Ms
-    num_classes: int
+    num_classes: Count
 
 
 class Block(Struct, kw_only=True):
@@ -98,10 +98,10 @@ class Block(Struct, kw_only=True):
     cycle: Index
     place: Index
     busy_processes: Index
-    process: int
-    threads: int
-    untimed_steps: int
-    drained_steps: int
+    process: Whole
+    threads: Whole
+    untimed_steps: Whole
+    drained_steps: Whole
     step_ms: list[Ms] = field(default_factory=list)
     fastest_ms: list[Ms] = field(default_factory=list)
     classes: list[Index] = field(default_factory=list)
@@ -194,7 +194,7 @@ class CaptureFacts(Struct, kw_only=True):
     pool_bytes: Size | None = None
     peak_reserved_bytes: Size | None = None
     driver_bytes: Size | None = None
-    threads_added: int = 0
+    threads_added: Size = 0
     memory: dict | None = None
     report: dict | None = None
 
@@ -284,7 +284,7 @@ class Profile(Struct, kw_only=True):
     timeline_us: list[list[Finite]] = field(default_factory=list)
     timeline_step_us: Ms | None = None
     sm_mhz: Amount | None = None
-    steps: int = 0
+    steps: Whole = 0
 
 
 class Sealed(Struct, kw_only=True):
@@ -359,7 +359,7 @@ class Build(Struct, kw_only=True):
     anchor: Name = ""
     apart: Name = ""
     fields: dict = field(default_factory=dict)
-    asked_layers: int | None = None
+    asked_layers: Whole | None = None
     config: dict = field(default_factory=dict)
     card: list[Text] = field(default_factory=list)
     notes: list[Text] = field(default_factory=list)
@@ -396,7 +396,7 @@ class Host(Struct, kw_only=True):
     boot: Name | None = None
     host: Text | None = None
     cpu: Text | None = None
-    cores: int | None = None
+    cores: Whole | None = None
     gpus: list[Gpu] = field(default_factory=list)
     operator_us: Amount | None = None
     launch_us: Amount | None = None
@@ -413,7 +413,7 @@ class Run(Struct, kw_only=True):
         parity: "courses", or "blocks" where nothing but the losses of the blocks shows that variants train alike.
     """
 
-    schema: int
+    schema: Index
     id: Name
     model: Name
     preset: Name
@@ -442,7 +442,7 @@ class Run(Struct, kw_only=True):
 class Census(Struct, kw_only=True):
     """Short runs of several workloads on one host, in one file. `left_out`: workload -> reason."""
 
-    schema: int
+    schema: Index
     census: Literal[True]
     id: Name
     left_out: dict[Name, Text]

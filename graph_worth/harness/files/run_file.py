@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from graph_worth.harness.files import schema_3
-from graph_worth.harness.files.facts import Census, Run
+from graph_worth.harness.files.facts import Census, Index, Run
 from graph_worth.text import printable
 
 CENSUS = "census"
@@ -18,6 +18,8 @@ SCHEMA = 4
 MAX_BYTES = 32 * 2**20
 # Of all runs of a file; each is compared with every other one on a page or in a figure.
 MAX_VARIANTS = 500
+# Of values whose fields have no type, such as a configuration.
+MAX_INTEGER = 10**18
 PASSED_OVER = ("archive", "figures", "operators")
 
 
@@ -58,7 +60,7 @@ def read_all(path: Path) -> Run | Census:
 
 
 class _Head(msgspec.Struct):
-    schema: int
+    schema: Index
     census: bool = False
 
 
@@ -126,7 +128,7 @@ def _require_sound(run: Run) -> None:
     """Refuse what no single value shows.
 
     Raises:
-        ValueError: a name that garbles a terminal, a block without steps, or too many blocks in a cycle.
+        ValueError: a name that garbles a terminal, a huge integer, a block without steps, or too many blocks in a cycle.
     """
     names = [run.id, run.model, run.preset, run.label, run.control, run.unit, run.begin_utc, *run.builds]
     names += [gpu.name for gpu in run.host.gpus] + [run.host.boot or ""]
@@ -134,6 +136,12 @@ def _require_sound(run: Run) -> None:
     for name in names:
         if not name.isprintable():
             raise ValueError(f"{name!a} is no name that can be printed")
+    values: list = [run.source, run.versions, run.host.variables, run.host.slurm]
+    for build in run.builds.values():
+        values += [build.config, build.fields]
+        for variant in build.variants.values():
+            values += [variant.capture.memory, variant.capture.report, variant.profile.top_kernels]
+    _require_small(values)
     for build in run.builds.values():
         orders = {cycle.cycle: Counter(cycle.order) for cycle in build.cycles if cycle.order}
         for name, variant in build.variants.items():
@@ -148,3 +156,11 @@ def _require_sound(run: Run) -> None:
                 raise ValueError(f"{name} has a block without steps")
             if any(block.classes and len(block.classes) != len(block.step_ms) for block in variant.blocks):
                 raise ValueError(f"{name} has a block whose classes are not those of its steps")
+
+
+def _require_small(value) -> None:
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise ValueError(f"an integer beyond {MAX_INTEGER:,}")
+    if isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            _require_small(item)

@@ -221,6 +221,56 @@ def test_a_damaged_run_is_one_line_and_the_others_are_read(name, tmp_path):
     assert re.fullmatch(f"{re.escape(str(tmp_path))}/other.json: {said}", faults[0]), faults[0]
 
 
+def numbers(data, steps=()):
+    """The place of each number in nested values; of a list those of its first item."""
+    if isinstance(data, (dict, list)):
+        for key in data if isinstance(data, dict) else range(min(1, len(data))):
+            yield from numbers(data[key], (*steps, key))
+    elif isinstance(data, (int, float)) and not isinstance(data, bool):
+        yield steps
+
+
+@pytest.mark.parametrize("huge", ["9" * 5000, "9" * 400, "-" + "9" * 30], ids=["5000", "400", "-30"])
+def test_a_huge_number_anywhere_is_one_line(huge):
+    """A page would format it, and a float of it overflows."""
+    old = json.loads(OLD.read_text())
+    old["builds"][""]["notes"] = [f"2 of {huge.strip('-')} layers: what fits into 80 GB"]
+    assert run_file.schema_3._FEWER_LAYERS.match(old["builds"][""]["notes"][0])
+    with pytest.raises((ValueError, msgspec.ValidationError)):
+        run_file.parsed(json.dumps(old).encode())
+    new = json.loads(run_file.as_bytes(made_run(issue=(9.0, 8.0), alone={"eager": 1})))
+    build = new["builds"][""]
+    build["asked_layers"] = 8
+    build["variants"]["eager"]["capture"] |= {"memory": {"a": [1]}, "report": {"a": 1}}
+    build["variants"]["eager"]["audits"] = [{"seed": 1, "first": 1}]
+    build["config"], build["fields"], new["host"]["cores"] = {"layers": 1}, {"layers": 1}, 2
+    old["builds"][""]["notes"] = []
+    places = {}
+    for data in (new, old):
+        run_file.parsed(json.dumps(data).encode())
+        places |= {(steps[-1], data is new): (data, steps) for steps in numbers(data)}
+    names = {name for name, is_new in places if is_new}
+    assert names >= {"threads", "process", "drained_steps", "asked_layers", "cores"}
+    for data, steps in places.values():
+        text = json.dumps(changed(data, steps, "@HUGE@")).replace('"@HUGE@"', huge)
+        try:
+            content = run_file.parsed(text.encode())
+        except ValueError as error:
+            assert "\n" not in str(error), steps
+        else:
+            # Fields of schema 3 that nobody reads.
+            assert data is old and b"9" * 30 not in run_file.as_bytes(content), steps
+
+
+def changed(data, steps, value):
+    """A copy of nested values with another one at a place."""
+    if not steps:
+        return value
+    copy = data.copy()
+    copy[steps[0]] = changed(data[steps[0]], steps[1:], value)
+    return copy
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
