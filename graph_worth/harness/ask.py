@@ -153,8 +153,7 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
     description = script.describe(model, args.flags, preset)
     if not gpus.names and script.needs_gpu(description, preset):
         raise Mistake(f"preset {preset} needs an NVIDIA GPU, and nvidia-smi -L lists none: PRESET=tiny runs here")
-    if gpus.names and args.ngpu > len(gpus.names):
-        raise Mistake(f"--ngpu {args.ngpu}: this machine shows {len(gpus.names)}")
+    require_ranks(args.ngpu, gpus)
     root = Path(args.out).resolve() if args.out else RUNS
     if root.is_relative_to(RESULTS):
         raise Mistake(f"--out {args.out}: results/ grows by make publish RUN=... alone; take another folder")
@@ -199,6 +198,15 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
     if not request.builds:
         raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")
     return request
+
+
+def require_ranks(number: int, gpus: Gpus) -> None:
+    """Refuse more ranks on this machine than it has GPUs, or cores where it has no GPU."""
+    if gpus.names and number > len(gpus.names):
+        raise Mistake(f"--ngpu {number}: this machine shows {len(gpus.names)}")
+    cores = len(os.sched_getaffinity(0))
+    if not gpus.names and number > cores:
+        raise Mistake(f"--ngpu {number} (NGPU): without a GPU a rank takes a core, and this machine has {cores}")
 
 
 def _asked(name, flags, config) -> str:

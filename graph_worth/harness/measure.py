@@ -341,6 +341,7 @@ def _measure(args, answer: dict) -> int:
     if Path.cwd() != CODE:
         os.environ[step_file.FOLDER] = os.getcwd()
     require_torch(launch.parse(options).python, args.python is not None)
+    ask.require_ranks(options.ngpu, gpus.find_gpus())
     is_left_out = args.quick and not args.doctor
     if not args.doctor:
         _check_root(options)

@@ -304,6 +304,15 @@ def test_a_root_that_cannot_be_made_is_told_before_the_doctor(tmp_path, monkeypa
     assert "File exists" in said and "/proc/x" in said and said.count("\n") == 2
 
 
+def test_more_ranks_than_cores_are_refused_before_the_doctor(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.setattr(measure, "doctor", lambda asked: pytest.fail("the doctor ran"))
+    monkeypatch.setattr(measure.gpus, "find_gpus", Gpus)
+    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--ngpu", "4096"]) == 2
+    said = capsys.readouterr().err
+    assert "--ngpu 4096 (NGPU): without a GPU a rank takes a core" in said and said.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_a_step_that_fails_later_is_named_with_its_line_and_no_internal_names(tmp_path):
     done = measured(tmp_path, "(1.0 if count[0] < 5 else 1 / 0)", "--quick")
