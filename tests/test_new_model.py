@@ -75,6 +75,20 @@ def test_a_copy_that_still_names_the_example_is_refused(checkout):
     assert "other_model.train parses the command line of examples.minimal" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("line", "said"), [("if index == 7: break", ""), ("1 / (index - 7)", " and raised ZeroDivisionError")]
+)
+def test_a_loop_that_ends_early_fails_when_it_is_measured_too(checkout, line, said):
+    text = (ROOT / "examples" / "minimal" / "train.py").read_text().replace("examples.minimal", "early")
+    (checkout / "early").mkdir(exist_ok=True)
+    (checkout / "early" / "train.py").write_text(text.replace("run.step(index)", f"run.step(index)\n            {line}"))
+    command = [sys.executable, "-m", "benchmarks.run", "--model=early", "--preset=tiny"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300)
+    shutil.rmtree(checkout / "early")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the loop in early/train.py made " in done.stdout and said in done.stdout and "Traceback" not in done.stdout
+
+
 def test_it_is_measured(checkout):
     (path,) = (checkout / "runs").rglob("*.json")
     assert path.parent.name == "my_model-tiny"

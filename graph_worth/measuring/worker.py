@@ -54,8 +54,11 @@ from graph_worth.parallel.host_messages import barrier, of_all_ranks, of_first_r
 PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
 
 
-def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> None:
-    """Answer commands until the other end hangs up. model: `graph_worth.script.session.Model`, not built."""
+def serve(model, device: torch.device, rank: int = 0, world_size: int = 1, fault: str = "") -> None:
+    """Answer commands until the other end hangs up.
+
+    model: `graph_worth.script.session.Model`, not built. fault: of the script's loop, the answer to the first command.
+    """
     channel = Channel.connect(model.options.worker) if rank == 0 else None
     left_running.adopt_orphans()
 
@@ -66,6 +69,7 @@ def serve(model, device: torch.device, rank: int = 0, world_size: int = 1) -> No
 
     with garbage.of_run(), Agreement(rank, world_size, give_up) as ranks:
         worker = Worker(model, device, channel, ranks)
+        worker.fault = fault
         try:
             worker.run()
         finally:
@@ -81,6 +85,7 @@ class Worker:
     def __init__(self, model, device, channel: Channel | None, ranks: Agreement):
         self.model, self.device = model, device
         self.rank, self.world_size, self.channel, self.ranks = ranks.rank, ranks.world_size, channel, ranks
+        self.fault = ""
         self.sampler: GpuSampler | None = None
         self.pool: torch.cuda.MemPool | None = None
         self.kept: dict[str, MadeVariant] = {}
@@ -171,6 +176,8 @@ class Worker:
         the graphs' pool. "parity": nothing but parity follows, so a model that chooses kernels when it is built takes
         deterministic ones.
         """
+        if self.fault:
+            raise ValueError(self.fault)
         start = time.monotonic()
         torch_settings.prepare(self.device)
         if command.get("share") and self.device.type == "cuda":

@@ -4,7 +4,8 @@
         for index in log.steps():
             run.step(index)
 
-With --worker the harness makes the steps (graph_worth/measuring/worker.py), and the loop gets none.
+With --worker the harness makes the steps (graph_worth/measuring/worker.py). The loop gets a `run` that does nothing, and
+shows that it makes all steps, as it has to by hand.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import gc
 import importlib
 import math
 import sys
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,15 +144,41 @@ def session(args: Arguments, build):
         if args.run.worker:
             from graph_worth.measuring import worker
 
-            worker.serve(model, device, rank, world_size)
-            # The harness makes the steps.
-            yield None, SimpleNamespace(steps=tuple)
+            loop = _EmptyLoop(args.config.min_steps)
+            try:
+                yield loop, loop
+            except Exception as error:
+                traceback.print_exc()
+                loop.error = f" and raised {type(error).__name__}: {error}"
+            worker.serve(model, device, rank, world_size, fault=loop.fault(args.model))
             status = "pass"
         else:
             status = (yield from by_hand.run(model))["status"]
     # At its end Python would look through all that was imported, which takes a second.
     gc.freeze()
     sys.exit(EXIT_STATUS.get(status, 1))
+
+
+class _EmptyLoop:
+    """Stands for `run` and `log` of the script's loop: it counts the steps."""
+
+    def __init__(self, count: int):
+        self.count, self.num_steps, self.error = count, 0, ""
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: None
+
+    def steps(self):
+        return range(self.count)
+
+    def step(self, index):
+        self.num_steps += 1
+
+    def fault(self, model) -> str:
+        """The reason why the loop would fail by hand, or ""."""
+        if self.num_steps == self.count and not self.error:
+            return ""
+        return f"the loop in {model}/train.py made {self.num_steps} of {self.count} steps{self.error}"
 
 
 @contextlib.contextmanager
