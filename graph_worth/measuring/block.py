@@ -22,7 +22,7 @@ from graph_worth.parallel.host_messages import barrier, is_distributed, of_all_r
 # Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
 NUM_TENSORS, NUM_ELEMENTS = 16, 4096
 NUM_LOSSES = 8
-# Tensors with fewer elements are counters and rates.
+# Tensors with fewer elements are counters and rates, unless no tensor has more: then those that require gradients count.
 LEAST_ELEMENTS = 8
 SCALED_DTYPES, SCALED_BY = (torch.float64, torch.float32, torch.bfloat16, torch.float16), (0.025, 0.05)
 PAUSE_S = 0.03
@@ -55,8 +55,7 @@ class Watched:
 
     def __init__(self, named_state, device: torch.device):
         self.device = device
-        tensors = [tensor.detach() for _, tensor in named_state if tensor.is_floating_point()]
-        tensors = [t for t in tensors if t.numel() >= LEAST_ELEMENTS and t.device.type == device.type]
+        tensors = [tensor.detach() for _, tensor in _of_training(named_state) if tensor.device.type == device.type]
         count = min(NUM_TENSORS, len(tensors))
         self._views = [_few(tensors[index * len(tensors) // count]) for index in range(count)]
 
@@ -69,6 +68,13 @@ class Watched:
         """The norm of each tensor's movement; None where it is not finite. Waits for the device."""
         norms = [(b - a).double().norm() for a, b in zip(before, after, strict=True)]
         return [finite(value) for value in torch.stack(norms).tolist()] if norms else []
+
+
+def _of_training(named_state) -> list[tuple[str, torch.Tensor]]:
+    """The floating-point tensors of a state that training moves, by name, without counters and rates."""
+    floating = [(name, tensor) for name, tensor in named_state if tensor.is_floating_point()]
+    large = [(name, tensor) for name, tensor in floating if tensor.numel() >= LEAST_ELEMENTS]
+    return large or [(name, tensor) for name, tensor in floating if tensor.requires_grad and tensor.numel()]
 
 
 def _few(tensor):
@@ -84,13 +90,12 @@ def _few(tensor):
 def scale_state(named_state, seed: int) -> None:
     """Scale floating-point tensors of the state in place by 2.5 to 5 % up or down, by `seed` and the tensor's name.
 
-    Left alone are DTensors, tensors of FP8, and those of fewer than LEAST_ELEMENTS elements. Shards of one tensor have
-    one name, so one factor.
+    Left alone are DTensors, tensors of FP8, counters and rates. Shards of one tensor have one name, so one factor.
     """
-    for name, tensor in named_state:
+    for name, tensor in _of_training(named_state):
         detached = tensor.detach()
         # DTensors and quantized tensors stay as they are.
-        if type(detached) is torch.Tensor and detached.dtype in SCALED_DTYPES and detached.numel() >= LEAST_ELEMENTS:
+        if type(detached) is torch.Tensor and detached.dtype in SCALED_DTYPES:
             draw = random.Random(f"{seed} {name}")
             detached.mul_(1 + draw.choice((-1, 1)) * draw.uniform(*SCALED_BY))
 

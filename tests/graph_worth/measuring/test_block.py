@@ -51,6 +51,23 @@ def test_a_seed_scales_large_floating_tensors_alike_wherever_it_is_drawn():
     assert otherwise[0][1].unique().item() not in (1.0, scales[0])
 
 
+def test_a_state_of_small_tensors_is_watched_and_scaled_without_its_counter_and_its_rate():
+    """A line that is fitted has a slope and an offset."""
+    slope, counter = torch.nn.Parameter(torch.ones(1, 1)), torch.zeros(())
+    state = [("slope", slope), ("steps", counter), ("rate", torch.ones(1))]
+    watched = block.Watched(state, torch.device("cpu"))
+    before = watched.values()
+    counter.add_(1)
+    assert watched.moved(before, watched.values()) == [0.0]
+    with torch.no_grad():
+        slope.add_(2)
+    assert watched.moved(before, watched.values()) == [2.0]
+    block.scale_state(state, 1)
+    assert slope.item() not in (1.0, 3.0) and [state[1][1].item(), state[2][1].item()] == [1.0, 1.0]
+    # Where there is a large one the small ones do not count.
+    assert len(block.Watched([*state, ("weight", torch.ones(9))], torch.device("cpu")).values()) == 1
+
+
 @pytest.mark.parametrize("told", [{}, {"steps": 0, "reruns": 0, "rerun_ms": None}], ids=str)
 def test_a_count_of_steps_that_tells_none_is_the_variants_fault(told, monkeypatch):
     training = Training(0)
