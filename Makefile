@@ -126,12 +126,13 @@ long: ## kills and damaged input by the hundred, 500 steps of each model, an hou
 	$(setup) core dev plots lightning speech dali parquet peft
 	$(from_make) long
 
-lint: ## ruff: rules and format; mypy: types; names of variables; import-linter: what may import what
+lint: ## ruff: rules and format; mypy: types; names of variables; what may import what
 	$(setup) core dev
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 	$(python) .ci/names.py
+	$(python) .ci/rooms.py
 	$(python) -c "from importlinter.cli import lint_imports_command as main; main()" --no-logo --no-cache
 
 format: ## let ruff repair what it can

@@ -30,11 +30,16 @@ def main() -> None:
     """Print a line for each; the exit status is 1 if there are any."""
     words = ["git", "ls-files", "-z", "--", "*.py", ":(exclude)tests"]
     names = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")[:-1]
-    lines = [
-        f"{name}:{line}: a variable is called {word!r}: name it by what it is (CONTRIBUTING.md)"
-        for name in names
-        for line, word in bindings(ast.parse((ROOT / name).read_text()))
-    ]
+    lines = []
+    for name in names:
+        try:
+            tree = ast.parse((ROOT / name).read_text())
+        except SyntaxError as error:
+            sys.exit(f"{name}:{error.lineno}: {error.msg}")
+        lines += [
+            f"{name}:{line}: a variable is called {word!r}: name it by what it is (CONTRIBUTING.md)"
+            for line, word in bindings(tree)
+        ]
     print(*lines, sep="\n", end="\n" if lines else "")
     sys.exit(bool(lines))
 

@@ -40,7 +40,10 @@ def measured() -> tuple[int, int, int]:
         text, is_test = (ROOT / name).read_text(), name.startswith("tests/")
         lines[is_test] += len(text.splitlines())
         if not is_test and name.endswith(".py"):
-            count += statements(text)
+            try:
+                count += statements(text)
+            except SyntaxError as error:
+                sys.exit(f"{name}:{error.lineno}: {error.msg}")
     return lines[False], count, lines[True]
 
 

@@ -1,4 +1,4 @@
-""".ci/run: what it runs, where it stops, what its last line says. .ci/size.py, .ci/names.py: sizes and names.
+""".ci/run: what it runs, where it stops, what its last line says. size.py, names.py and rooms.py.
 
 pytest tests/test_ci.py
 """
@@ -176,3 +176,38 @@ def test_a_name_that_says_nothing_is_refused_with_its_line(tmp_path, text, lines
     assert done.returncode == bool(lines) and [line.split(":")[:2] for line in said] == [
         ["a.py", str(n)] for n in lines
     ]
+
+
+# ------------------------------------------------------------------------------------------------
+# Rooms
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "said"),
+    [
+        ("mine/train.py", "import torch\nfrom yours.deep import layer\n", "mine/train.py:2: mine imports yours.deep "),
+        ("mine/model.py", "def f():\n    import gpt3.model as m\n", "mine/model.py:2: mine imports gpt3 "),
+        ("yours/deep/train.py", "from gpt3 import train\n", "yours/deep/train.py:1: yours.deep imports gpt3 "),
+        ("mine/train.py", "from graph_worth import harness\n", "mine imports graph_worth.harness "),
+        ("common/data.py", "import mine.model\n", "common/data.py:1: common imports mine "),
+        ("mine/train.py", "from mine import model\nfrom common import gpt3\nimport gpt3_data\nimport yours\n", ""),
+        ("yours/deep/other.py", "from . import train\nfrom .train import build\nfrom ..data import rows\n", ""),
+        ("benchmarks/page.py", "from graph_worth.harness import judge\n", ""),
+    ],
+)
+def test_a_model_of_any_folder_that_imports_another_is_refused_with_its_line(tmp_path, path, text, said):
+    for name in ("gpt3/train.py", "mine/train.py", "mine/model.py", "yours/deep/train.py", path):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text if name == path else "")
+    done = run_in_repository(tmp_path, "rooms.py")
+    assert done.returncode == bool(said) and done.stdout.count("\n") == bool(said), done.stdout + done.stderr
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize("program", ["size.py", "names.py", "rooms.py"])
+def test_a_syntax_error_is_one_line(tmp_path, program):
+    for name, text in {"mine/train.py": "x = 1\ndef f(:\n", "docs/log.md": "\n## Size\n\n| 9 | 3 | 1 | all |"}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    done = run_in_repository(tmp_path, program)
+    assert done.returncode == 1 and done.stderr == "mine/train.py:2: invalid syntax\n", done.stderr

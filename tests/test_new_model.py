@@ -81,7 +81,8 @@ def test_a_copy_that_still_names_the_example_is_refused(checkout):
 def test_a_loop_that_ends_early_fails_when_it_is_measured_too(checkout, line, said):
     text = (ROOT / "examples" / "minimal" / "train.py").read_text().replace("examples.minimal", "early")
     (checkout / "early").mkdir(exist_ok=True)
-    (checkout / "early" / "train.py").write_text(text.replace("run.step(index)", f"run.step(index)\n            {line}"))
+    loop = f"run.step(index)\n            {line}"
+    (checkout / "early" / "train.py").write_text(text.replace("run.step(index)", loop))
     command = [sys.executable, "-m", "benchmarks.run", "--model=early", "--preset=tiny"]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300)
     shutil.rmtree(checkout / "early")

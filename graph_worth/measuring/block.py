@@ -22,7 +22,7 @@ from graph_worth.parallel.host_messages import barrier, is_distributed, of_all_r
 # Elements of each tensor, and tensors, whose movement over a block is compared with eager's.
 NUM_TENSORS, NUM_ELEMENTS = 16, 4096
 NUM_LOSSES = 8
-# Tensors with fewer elements are counters and rates, unless no tensor has more: then those that require gradients count.
+# Tensors with fewer elements are counters and rates. Where none has more, those that require gradients are watched.
 LEAST_ELEMENTS = 8
 SCALED_DTYPES, SCALED_BY = (torch.float64, torch.float32, torch.bfloat16, torch.float16), (0.025, 0.05)
 PAUSE_S = 0.03

@@ -4,8 +4,8 @@
         for index in log.steps():
             run.step(index)
 
-With --worker the harness makes the steps (graph_worth/measuring/worker.py). The loop gets a `run` that does nothing, and
-shows that it makes all steps, as it has to by hand.
+With --worker the harness makes the steps (graph_worth/measuring/worker.py). The loop gets a `run` that does
+nothing, and shows that it makes all steps, as it has to by hand.
 """
 
 import contextlib

@@ -128,7 +128,7 @@ def _require_sound(run: Run) -> None:
     """Refuse what no single value shows.
 
     Raises:
-        ValueError: a name that garbles a terminal, a huge integer, a block without steps, or too many blocks in a cycle.
+        ValueError: a name that garbles a terminal, a huge integer, a block without steps, too many blocks in a cycle.
     """
     names = [run.id, run.model, run.preset, run.label, run.control, run.unit, run.begin_utc, *run.builds]
     names += [gpu.name for gpu in run.host.gpus] + [run.host.boot or ""]

@@ -345,7 +345,7 @@ def test_a_run_that_was_begun_goes_on_only_with_the_same_host_load_and_memory(tm
         (["--model", MODEL, "--preset", "bench"], "needs an NVIDIA GPU"),
         (["--model", MODEL, "--", "--width", "x"], "'x' is not of type int"),
         (["--model", MODEL, "--out", "results/x"], "results/ grows by make publish"),
-        (["--model", MODEL, "--ngpu", "4096"], "--ngpu 4096 (NGPU): without a GPU a rank takes a core, and this machine"),
+        (["--model", MODEL, "--ngpu", "4096"], "--ngpu 4096 (NGPU): without a GPU a rank takes a core"),
     ],
 )
 def test_a_mistake_is_one_line(words, said, capsys, monkeypatch):
