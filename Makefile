@@ -1,6 +1,6 @@
 # Each target sets up what it needs in .venv, once. PYTHON=python3 uses that interpreter as it is instead.
 
-models = $(sort $(patsubst %/train.py,%,$(wildcard */train.py)))
+models = $(sort $(patsubst %/train.py,%,$(filter-out tests/%,$(wildcard */train.py */*/train.py))))
 
 # Values of the command line are passed as make_MODEL and so on in the environment of benchmarks/from_make.py, which
 # makes a flag of each; the program refuses a flag that it does not take. Neither make nor a shell expands a value. What
@@ -54,7 +54,7 @@ help: ## this list
 # MOUNTS     ## submit: more mounts for it, as in MOUNTS=/data:/data
 # SBATCH     ## submit: further options of sbatch, as in SBATCH="qos=high gres=gpu:h200:8"
 # ARGS       ## all of these, test, test-slow, long: further words, as in ARGS="-- --layers 4"
-# PYTHON     ## all: use this interpreter as it is, without any set-up; measure, doctor: the step runs in it
+# PYTHON     ## all: use this interpreter as it is, without any set-up; measure, doctor: the step runs in it, all else in .venv
 
 bench: ## measure MODEL, eager against graphs, in two to seven minutes on a GPU
 	$(setup) core

@@ -13,6 +13,7 @@ count, too, where eager makes the same kernels there.
 Exit status: 0; 1 where a run file could not be read; 2 for a mistake on the command line.
 """
 
+import errno
 import statistics as plain
 import sys
 from collections.abc import Callable, Iterable
@@ -336,7 +337,13 @@ def _runs_of(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
 
 
 def read(root: Path | str) -> DataFrame:
-    """Return a row for each run, build, number of busy processes and variant below a folder, with `COLUMNS`."""
+    """Return a row for each run, build, number of busy processes and variant below a folder, with `COLUMNS`.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    if not Path(root).is_dir():
+        raise FileNotFoundError(errno.ENOENT, "No such folder", str(root))
     return points_of(_runs_of(Path(root))[0])
 
 

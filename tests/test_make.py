@@ -280,6 +280,8 @@ def test_help_lists_every_target_and_variable(machine):
     listed = {line.split()[0] for line in text.splitlines() if line.startswith("  ")}
     assert listed == {*phony.split(), *DOCUMENTED, "ARGS", "PYTHON"}
     assert "models: gpt3" in text and not machine.log()
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "models: examples/minimal gpt3 llama2_lora " in listed and "tests/" not in listed.splitlines()[-1]
 
 
 def test_signals_that_nohup_ignores_reach_what_tests_start():

@@ -1,5 +1,6 @@
 """The output of training by hand: a card before it builds anything, a table when it has trained."""
 
+from graph_worth.folders import CODE, ROOT
 from graph_worth.machine import memory
 
 
@@ -22,7 +23,9 @@ def print_end(result: dict, training) -> None:
     if result["status"] != "pass":
         print(f"{result['status']}: {result['message']}")
     elif result["ms"]:
-        print(f"Times of one run say little: make bench MODEL={result['model']} measures what a graph is worth")
+        # A project of somebody's own has no Makefile of ours.
+        bench = "make bench MODEL=" if ROOT == CODE else "graph-worth bench --model "
+        print(f"Times of one run say little: {bench}{result['model']} measures what a graph is worth")
 
 
 def _rows(result, training):

@@ -410,3 +410,9 @@ def test_a_table_of_another_kind_of_file_is_a_mistake(tmp_path, capsys):
     assert frame.main([str(tmp_path / "none")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert "ends in .csv or .parquet" in lines[0] and "no such folder" in lines[1]
+
+
+def test_a_folder_that_is_not_there_is_no_empty_table(tmp_path, capsys):
+    with pytest.raises(FileNotFoundError, match="No such folder"):
+        frame.read(tmp_path / "none")
+    assert frame.read(tmp_path).empty

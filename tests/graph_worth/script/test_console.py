@@ -56,6 +56,11 @@ def test_the_table(printed):
     )
 
 
+def test_a_project_without_our_makefile_is_told_the_command(printed, monkeypatch, tmp_path):
+    monkeypatch.setattr(console, "ROOT", tmp_path)
+    assert printed().endswith("graph-worth bench --model fake measures what a graph is worth\n")
+
+
 def test_the_share_in_parameterized_regions_and_the_cost_of_new_addresses(printed):
     report = {"nodes": 90.0, "eager": 10.0, "coverage": 0.9, "regions": [{"region": "forward 0"}]}
     patching = {"patched_per_launch": 3.1416, "patch_us_per_node": 0.875}
