@@ -1,7 +1,7 @@
 """Values on the host that a step may change, and tensors that it may bind anew. A replay leaves both as they are.
 
 Looked at are the attributes of the modules and of other objects that were handed over, what the step function holds in
-its closure, its own attributes, and the globals of its file.
+its closure, its own attributes, the globals of its file, and plain attributes of the classes of all these.
 """
 
 import contextlib
@@ -96,8 +96,10 @@ def _find(step, owned) -> "_Found":
     reachable = _Found()
     for name, root, put in _roots(step):
         reachable.visit(name, root, put, depth=2)
+    reachable.visit_class(type(getattr(step, "__self__", step)))
     for index, module in enumerate(holder for holder in owned if isinstance(holder, torch.nn.Module)):
         for path, part in module.named_modules():
+            reachable.visit_class(type(part))
             for key, value in vars(part).items():
                 if key not in _MODULE_OWN:
                     name = f"{path or f'model {index}'}.{key}"
@@ -163,9 +165,20 @@ class _Found:
                 for key, child in list(items):
                     put_child = None if isinstance(value, tuple) else functools.partial(value.__setitem__, key)
                     self.visit(f"{name}[{key!r}]", child, put_child, depth - 1)
+        elif isinstance(value, type):
+            self.visit_class(value)
         elif depth and _is_users(value):
+            self.visit_class(type(value))
             for key, child in list(vars(value).items()):
                 self.visit(f"{name}.{key}", child, functools.partial(setattr, value, key), depth - 1)
+
+    def visit_class(self, kind):
+        """Add the plain attributes of a class, such as a counter that its objects share, unless it is torch's."""
+        for base in kind.__mro__:
+            for key, value in list(vars(base).items()):
+                is_torchs = f"{base.__module__}.".startswith(("torch.", "builtins."))
+                if isinstance(value, _PLAIN) and not key.startswith("__") and not is_torchs:
+                    self.visit(f"{base.__name__}.{key}", value, functools.partial(setattr, base, key), depth=0)
 
 
 def _is_users(value):

@@ -59,6 +59,35 @@ def test_the_state_of_the_object_whose_method_is_the_step_is_put_back():
     assert (trainer.count, trainer.rates) == (1, {"lr": [0.05]})
 
 
+class Counting(torch.nn.Linear):
+    calls = 0
+
+
+class Loader:
+    drawn = 0
+
+
+def test_a_counter_that_is_an_attribute_of_a_class_is_named_and_put_back():
+    model, loader = Counting(2, 2), Loader()
+
+    class Steps:
+        made, model, loader = 0, None, None
+
+        def step(self, batch):
+            Steps.made += 1
+            Counting.calls += 1
+            type(loader).drawn += 1
+
+    moving = Moving(Steps().step, [model])
+    Steps().step(None)
+    moving.note()
+    moving.keep()
+    assert {"Counting.calls", "Loader.drawn", "Steps.made"} == set(moving.names)
+    Steps().step(None)
+    moving.put_back()
+    assert (Counting.calls, Loader.drawn, Steps.made) == (1, 1, 1)
+
+
 def test_what_changes_in_some_steps_only_is_put_back():
     flips = {"is_on": False, "every third": 0}
     calls = 0
