@@ -12,7 +12,7 @@ import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graph_worth.harness.files.facts import Again, Block, Build, Run, Trained, Variant, digits
+from graph_worth.harness.files.facts import Again, Block, Build, Run, Trained, Variant
 from graph_worth.measuring.parity import SCATTER_FACTOR, loss_deviation
 
 # A variant of kind "graph" whose graphs launch less than this is not the capture that its name says, unless its traits
@@ -39,8 +39,6 @@ LARGEST_OF_ONE_BLOCK = 1e-2
 # Of audits, which a process repeats that may have chosen other kernels: relative differences of losses, those of eager
 # itself, and of how far the state moved. Two draws differ by several percent.
 AUDIT_TOLERANCE, AUDIT_TOLERANCE_OF_BASE, AUDIT_MOVED_TOLERANCE = 1e-3, 0.05, 0.05
-# Where even a variant's fastest audit is slower than most of its blocks by more, beyond what the base's are.
-AUDIT_SLOWER = 1.25
 
 
 class Fault(enum.Enum):
@@ -65,7 +63,6 @@ class Fault(enum.Enum):
     MOVEMENT = "movement"
     NOT_WATCHED = "not watched"
     AUDIT = "audit"
-    AUDIT_TIME = "audit's time"
 
 
 # Faults of what was computed, not of how.
@@ -102,7 +99,6 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
         or _thread_fault(variant, base, run.device)
         or _training_fault(variant, reference, build, run)
         or _audit_fault(variant, reference, base)
-        or _audit_time_fault(variant, base, run.device)
     )
 
 
@@ -355,28 +351,6 @@ def _difference(first: Trained, second: Trained) -> float:
     """The largest relative difference of their losses; infinite where one of them is not finite."""
     difference = loss_deviation(first.losses, second.losses)
     return math.inf if difference is None else difference
-
-
-def _audit_time_fault(variant, base, device) -> Found | None:
-    """Audits that all take longer than most blocks of the cycles, where an earlier variant had made the same steps."""
-    own_ms = [audit.own.mean_ms for audit in variant.audits if audit.own is not None]
-    base_ms = [audit.own.mean_ms for audit in base.audits if audit.own is not None]
-    blocks, others = _quiet(variant), _quiet(base)
-    # Steps that run again depend on the state.
-    is_compared = all((own_ms, base_ms, blocks, others)) and not any(block.reruns for block in variant.blocks)
-    if device != "cuda" or variant is base or not is_compared:
-        return None
-    slow_ms = _upper_quartile([block.mean_ms for block in blocks])
-    wander = max(1.0, max(base_ms) / _upper_quartile([block.mean_ms for block in others]))
-    if min(own_ms) <= AUDIT_SLOWER * wander * slow_ms:
-        return None
-    reason = "where a secret draw had scaled the state its fastest block took"
-    reason += f" {digits(min(own_ms))} ms a step, most others at most {digits(slow_ms)} ms"
-    return Found(Fault.AUDIT_TIME, reason)
-
-
-def _upper_quartile(values: Sequence[float]) -> float:
-    return sorted(values)[math.ceil(0.75 * len(values)) - 1]
 
 
 def _still_tensors(pairs: Sequence[tuple[Block, Block]]) -> int:

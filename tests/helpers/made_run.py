@@ -47,7 +47,7 @@ def block(variant, cycle, place, ms=10.0, **more):
         **{"classes": [], "issue_ms": [], "gpu": None, "process": 1, "threads": 3, "untimed_steps": 2},
         **{"drained_steps": 3, "reserved_bytes": 0, "held_bytes": 2**30, "growth_bytes": 0, "replays": replays},
         **{"expected_replays": replays, "late_ms": 0.1, "late_change": False, "reset": True, "losses": [1.0, 0.5]},
-        **{"moved": [1.0], "cpu_ms": None, "reruns": None, "parent_s": seconds, "begin_s": 0.0, "end_s": seconds},
+        **{"moved": [1.0], "reruns": None, "parent_s": seconds, "begin_s": 0.0, "end_s": seconds},
     }
     return own | more
 

@@ -3,7 +3,7 @@
 In a cycle all variants train from one state, so a variant could hand in what an honest one has trained, and all could
 train from a state that one of them has bent. In an audit a secret draw scales the state after the untimed steps,
 another for each variant. Afterwards the variant's reference makes the same steps in a process that never makes the
-variant. `graph_worth.harness.checks` compares what both trained, and the audits' times with those of the other blocks.
+variant. `graph_worth.harness.checks` compares what both trained.
 """
 
 import math
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from graph_worth.harness.builds import block_plan
 from graph_worth.harness.files.partial import Partial
 
-# Audits of a variant; one where steps or resets take long. A CPU shares its cores: several slow ones show something.
-AUDITS = {"cuda": 2, "cpu": 3}
+# Audits of a variant; one where steps or resets take long.
+AUDITS = 2
 # Timed steps of an audit, as a share of a block's.
 SHARE_OF_BLOCK = 1 / 4
 STEPS = ("untimed", "timed", "drained")
 
 
-def missing(partial: Partial, build: str, variants: list[str], device: str) -> Iterator[tuple[str, dict]]:
+def missing(partial: Partial, build: str, variants: list[str]) -> Iterator[tuple[str, dict]]:
     """Yield (variant, command) of each audit that the facts do not have, in rounds, the base first."""
     plan = partial.of("plan", build=build)[-1]
     order = sorted(variants, key=lambda name: name != plan["base"])
@@ -29,7 +29,7 @@ def missing(partial: Partial, build: str, variants: list[str], device: str) -> I
     periods = math.ceil(max(2, math.ceil(timed * SHARE_OF_BLOCK)) / period)
     steps = plan["steps"] | {"timed": min(timed, period * periods)}
     is_long = plan["paces"].get(plan["base"], {"ms": 0.0})["ms"] > block_plan.LONG_STEP_MS or not steps["resets_each"]
-    for number in range(1 if is_long and device == "cuda" else AUDITS[device]):
+    for number in range(1 if is_long else AUDITS):
         for variant in order:
             if not partial.of("audit", build=build, variant=variant, number=number):
                 seed = secrets.randbelow(2**31)

@@ -272,13 +272,12 @@ class BuildMeasurement:
 
     def _audit(self):
         """Let each variant train from a state that nobody could know before."""
-        device = "cuda" if self._of("worker")[-1]["gpus"] else "cpu"
         # A variant in a process of its own has nobody to copy from.
         if not self.settings.audits or self.worker.apart:
             return
         base = self._of("plan")[-1]["base"]
         with self._timed("blocks"):
-            for variant, command in audit.missing(self.partial, self.request.name, self.worker.remaining(), device):
+            for variant, command in audit.missing(self.partial, self.request.name, self.worker.remaining()):
                 if any(fact["variant"] == base and "raised" in fact for fact in self._of("audit")):
                     # A step may refuse a state that is scaled.
                     return
@@ -379,7 +378,7 @@ class BuildMeasurement:
 
 def _trained(answer) -> dict:
     """The part of a block's answer that says what it trained, and how fast."""
-    return {key: answer[key] for key in ("step_ms", "losses", "moved", "cpu_ms")}
+    return {key: answer[key] for key in ("step_ms", "losses", "moved")}
 
 
 def _counted(names) -> str:

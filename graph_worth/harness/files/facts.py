@@ -92,7 +92,6 @@ class Block(Struct, kw_only=True):
         growth_bytes: growth of that memory inside the steps.
         late_ms, late_change: work, and change of the state, after the block had ended.
         moved: how far watched tensors of the training state moved.
-        cpu_ms: processor time of the process in a step.
     """
 
     cycle: Index
@@ -121,7 +120,6 @@ class Block(Struct, kw_only=True):
     reset: bool
     losses: list[Finite | None]
     moved: list[Finite | None]
-    cpu_ms: Amount | None = None
     reruns: Reruns | None = None
     summary: Summary | None = None
 
@@ -200,12 +198,11 @@ class CaptureFacts(Struct, kw_only=True):
 
 
 class Trained(Struct, kw_only=True):
-    """The training of a block, and its speed; fields as those of `Block`. Older files lack cpu_ms."""
+    """The training of a block, and its speed; fields as those of `Block`."""
 
     step_ms: list[Ms]
     losses: list[Finite | None]
     moved: list[Finite | None]
-    cpu_ms: Amount | None = None
 
     @property
     def mean_ms(self) -> float:
