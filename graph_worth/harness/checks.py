@@ -63,11 +63,16 @@ class Fault(enum.Enum):
     MOVEMENT = "movement"
     NOT_WATCHED = "not watched"
     AUDIT = "audit"
+    BELOW_BUSY = "step below its busy time"
+    ABOVE_CEILING = "gain above the ceiling"
+    NO_KERNELS = "no kernels in the profile"
 
 
 # Faults of what was computed, not of how.
 OF_NUMBERS = {Fault.PARITY, Fault.PARITY_AFTER, Fault.LOSSES, Fault.MOVEMENT, Fault.LATE_CHANGE, Fault.NOT_WATCHED}
 OF_NUMBERS |= {Fault.AUDIT}
+# A profile bounds how fast a GPU can be (judge.Judged).
+FENCES = {Fault.BELOW_BUSY, Fault.ABOVE_CEILING, Fault.NO_KERNELS}
 
 
 @dataclass(frozen=True)
@@ -85,11 +90,9 @@ class Found:
 
 def fault_of(run: Run, build: Build, name: str) -> Found | None:
     """Return the reason why the blocks of a variant do not count, or None."""
-    variant = build.variants[name]
-    base = _anchor_of(build) or variant
-    reference = base if name == run.control else build.variants.get(variant.reference, base)
-    if not reference.blocks:
-        reference = base
+    variant, anchor = build.variants[name], build.variants.get(build.anchor)
+    base = anchor if anchor is not None and anchor.blocks else variant
+    reference = base if name == run.control else build.variants.get(reference_of(build, name), base)
     return (
         _promise_fault(variant)
         or _share_fault(variant, run.device)
@@ -97,14 +100,21 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
         or _late_change_fault(variant)
         or _growth_fault(build, name, run.device)
         or _thread_fault(variant, base, run.device)
-        or _training_fault(variant, reference, build, run)
-        or _audit_fault(variant, reference, base)
+        or _training_fault(variant, reference if reference.blocks else base, base, run, build.variants.get(run.control))
+        or _audit_fault(variant, build.variants.get(variant.reference, base), base)
     )
 
 
-def _anchor_of(build: Build) -> Variant | None:
-    anchor = build.variants.get(build.anchor)
-    return anchor if anchor is not None and anchor.blocks else None
+def reference_of(build: Build, name: str) -> str:
+    """Return the variant that a variant's training is compared with: the declared one, or the anchor for a reference.
+
+    Several eagers may each have graphs. One that is compared with itself alone would hide what all of them share.
+    """
+    variant, anchor = build.variants[name], build.variants.get(build.anchor)
+    is_last = build.variants.get(variant.reference, variant).reference == name
+    if is_last and anchor is not None and anchor is not variant and anchor.reference != name:
+        return build.anchor
+    return variant.reference
 
 
 def _quiet(variant: Variant) -> list[Block]:
@@ -150,22 +160,14 @@ def _time_fault(variant, base, run) -> Found | None:
 
 
 def _clock_fault(variant, ranks) -> Found | None:
-    block = next((block for block in _quiet(variant) if _is_other_time(block, ranks)), None)
-    if block is None:
-        return None
-    own_s = block.mean_ms * block.steps / 1e3
-    reason = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw {block.parent_s:.3f} s"
-    return Found(Fault.CLOCK, f"{reason}, and another clock of its own {block.worker_s:.3f} s")
-
-
-def _is_other_time(block, ranks) -> bool:
-    own_s = block.mean_ms * block.steps / 1e3
-    for seen_s in (block.parent_s, block.worker_s):
+    for block in _quiet(variant):
+        own_s = block.mean_ms * block.steps / 1e3
         # With several ranks the slowest rank of each step counts. Together they may take longer than any rank did.
-        is_of_ranks = ranks > 1 and seen_s < own_s
-        if not is_of_ranks and abs(seen_s - own_s) > max(CLOCK_SHARE * seen_s, CLOCK_SLACK_S):
-            return True
-    return False
+        seen = [seen_s for seen_s in (block.parent_s, block.worker_s) if ranks == 1 or seen_s >= own_s]
+        if any(abs(seen_s - own_s) > max(CLOCK_SHARE * seen_s, CLOCK_SLACK_S) for seen_s in seen):
+            reason = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw {block.parent_s:.3f} s"
+            return Found(Fault.CLOCK, f"{reason}, and another clock of its own {block.worker_s:.3f} s")
+    return None
 
 
 def _outside_fault(variant, base) -> Found | None:
@@ -245,9 +247,7 @@ def growth_over_cycles(build: Build, name: str = "", begin: int = 0) -> int:
 def _thread_fault(variant, base, device) -> Found | None:
     if variant is base or variant.kind == "compile":
         return None
-    usual: dict[int, int] = {}
-    for block in base.blocks:
-        usual[block.cycle] = max(usual.get(block.cycle, 0), block.threads)
+    usual = {block.cycle: block.threads for block in sorted(base.blocks, key=lambda block: block.threads)}
     extra = [block.threads - usual[block.cycle] for block in variant.blocks if block.cycle in usual]
     # On a CPU another program may have taken the core in a block or two.
     least = 1 if device == "cuda" else max(LEAST_CPU_BLOCKS, math.ceil(CPU_SHARE * len(extra)))
@@ -256,25 +256,22 @@ def _thread_fault(variant, base, device) -> Found | None:
     return Found(Fault.THREADS, f"{max(extra):g} threads more than the base in its blocks")
 
 
-def _training_fault(variant, reference, build, run) -> Found | None:
+def _training_fault(variant, reference, base, run, control) -> Found | None:
     if not any(moved is None or moved > 0 for block in variant.blocks for moved in block.moved):
         return Found(Fault.NOT_WATCHED, "no watched tensor of the training state moved in its blocks")
     if reference is variant:
         return None
+    pairs = compared(variant, reference)
+    if run.parity == "blocks" and not pairs:
+        return Found(Fault.NOT_COMPARED, "nothing compares its training with the reference's in its blocks")
     # What a reference that does not repeat widens is no more than the largest rounding that was seen.
-    least, control = LEAST_LOSS_DEVIATION[run.device], build.variants.get(run.control)
-    scatter = min(scatter_of_losses(_anchor_of(build) or reference, control), LARGEST_OF_ONE_BLOCK)
+    least = LEAST_LOSS_DEVIATION[run.device]
+    scatter = min(scatter_of_losses(base, control), LARGEST_OF_ONE_BLOCK)
     bound = max(SCATTER_FACTOR * scatter, variant.tolerance or 0.0, least)
-    reference_blocks: dict[int, Block] = {}
-    for block in reference.blocks:
-        reference_blocks.setdefault(block.cycle, block)
-    deviations, pairs = [], []
     # Where the base's own blocks part, a single one of the variant may, too, and the median counts.
     of_one_block = max(bound, LARGEST_OF_ONE_BLOCK) if scatter > least else bound
-    for block in variant.blocks:
-        reference_block = reference_blocks.get(block.cycle)
-        if reference_block is None or not (block.reset and reference_block.reset):
-            continue
+    deviations = []
+    for block, reference_block in pairs:
         deviation = loss_deviation(block.losses, reference_block.losses)
         if deviation is None:
             return Found(Fault.LOSSES, f"its losses in cycle {block.cycle} are not those of as many steps")
@@ -283,7 +280,6 @@ def _training_fault(variant, reference, build, run) -> Found | None:
             cycle = block.cycle if deviation <= LARGEST_OF_ONE_BLOCK else None
             return Found(Fault.LOSSES, f"{reason}, two eager blocks by {scatter:.1e}", cycle)
         deviations.append(deviation)
-        pairs.append((block, reference_block))
         where = f"a block of cycle {block.cycle} moved"
         fault = _other_movement(block, reference_block, Fault.MOVEMENT, where, MOVED_TOLERANCE)
         if fault:
@@ -297,6 +293,13 @@ def _training_fault(variant, reference, build, run) -> Found | None:
         reason = f"its losses differ from the reference's by {middle:.1e} in most cycles"
         return Found(Fault.LOSSES, f"{reason}, two eager blocks by {scatter:.1e}", variant.blocks[-1].cycle)
     return None
+
+
+def compared(variant: Variant, reference: Variant) -> list[tuple[Block, Block]]:
+    """Return (the variant's block, the reference's first one) of all cycles where both began at the seeded state."""
+    firsts = {block.cycle: block for block in reversed(reference.blocks)}
+    pairs = [(block, firsts[block.cycle]) for block in variant.blocks if block.cycle in firsts]
+    return [(block, first) for block, first in pairs if block.reset and first.reset]
 
 
 def _other_movement(block: Block | Trained, reference_block: Block | Trained, fault, where, tolerance) -> Found | None:
@@ -315,11 +318,11 @@ def _audit_fault(variant, reference, base) -> Found | None:
     for audit in variant.audits:
         if audit.raised and _is_finite(audit.repetition) and variant is not base:
             return Found(Fault.AUDIT, f"{where} it raised {audit.raised[:200]}, where eager trained")
-    pairs = _repeated(variant)
+    pairs = repeated(variant)
     if not pairs:
         return None
     scatters = [scatter_of_losses(base)]
-    scatters += [_difference(*pair) for baseline in (base, reference) for pair in _repeated(baseline)]
+    scatters += [_difference(*pair) for baseline in (base, reference) for pair in repeated(baseline)]
     scatter = min(max(scatters), AUDIT_TOLERANCE_OF_BASE)
     allowed = max(AUDIT_TOLERANCE, variant.tolerance or 0.0, SCATTER_FACTOR * scatter)
     # Kernels whose bits differ once in a few hundred calls let one audit part from the others.
@@ -337,14 +340,14 @@ def _audit_fault(variant, reference, base) -> Found | None:
     return faults[0] if all(faults) else None
 
 
-def _repeated(variant: Variant) -> list[tuple[Trained, Trained]]:
-    """(the variant's block, its repetition) of the audits that were repeated to their end."""
+def repeated(variant: Variant) -> list[tuple[Trained, Trained]]:
+    """Return (the variant's block, its repetition) of the audits that were repeated to their end."""
     audits = [audit for audit in variant.audits if _is_finite(audit.repetition)]
     return [(audit.own, audit.repetition) for audit in audits if audit.own and audit.repetition]
 
 
 def _is_finite(trained: Trained | None) -> bool:
-    return trained is not None and None not in (*trained.losses, *trained.moved)
+    return trained is not None and len(trained.losses) > 0 and None not in (*trained.losses, *trained.moved)
 
 
 def _difference(first: Trained, second: Trained) -> float:

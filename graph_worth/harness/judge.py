@@ -7,13 +7,13 @@ of schema 3 hold verdicts; their failures stay as they were sealed. `graph_worth
 
 import math
 import statistics as plain
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from graph_worth.harness import intervals
+from graph_worth.harness import checks, intervals
 from graph_worth.harness.checks import LARGEST_OF_ONE_BLOCK, OF_NUMBERS, Fault, Found, fault_of, scatter_of_losses
-from graph_worth.harness.files.facts import Block, Build, Course, Profile, Run
+from graph_worth.harness.files.facts import Block, Build, Course, Profile, Run, digits
 from graph_worth.harness.intervals import Ratio
 from graph_worth.measuring.parity import SCATTER_FACTOR, ParityOfRuns, agreement, loss_deviation
 
@@ -26,8 +26,10 @@ SLOWED_CPU = 1.25
 LEAST_DEVIATION_AFTER = 1e-5
 # The profiler holds kernels up by up to 2 %: a GPU that is busy for a little longer than a step is busy all the time.
 LEAST_CEILING = 0.98
-# A share of the ceiling above this says that it is not the ceiling of this program.
-MOST_REACHED = 1.05
+# The fences, on a GPU: least step over its busy time, and the most share of its ceiling that a graph of the same program
+# reaches. Programs are the same where their kernels differ little in number: hashes cannot tell, since a graph may hold
+# other copies. Of another program, a larger share says that it is not its ceiling.
+LEAST_OF_BUSY, MOST_REACHED, SAME_PROGRAM = 0.95, 1.05, 0.05
 # Variants whose steps have as many kernels, to within this, have the same collectives.
 SAME_KERNELS = 0.01
 ESTIMATED = "estimated"
@@ -78,7 +80,56 @@ class Judged:
     def __init__(self, run: Run, build: Build):
         self.run, self.build = run, build
         self.verdicts = {name: _verdict(run, build, name) for name in build.variants}
+        # A second pass, for what needs other variants' verdicts or the base.
+        self._fail(self._reference_fault)
+        self._fail(self._busy_fault)
         self.base = self._base()
+        self._fail(self._ceiling_fault)
+
+    def _fail(self, check: Callable[[str], Found | None]):
+        faults = {name: check(name) for name in self.verdicts if self.passed(name)}
+        for name, fault in faults.items():
+            if fault is not None:
+                verdict = self.verdicts[name]
+                self.verdicts[name] = replace(verdict, status=FAILED, fault=fault.fault, reason=fault.reason)
+
+    def _reference_fault(self, name: str) -> Found | None:
+        reference = self.build.variants[name].reference
+        verdict = self.verdicts.get(reference)
+        if name == self.run.control or verdict is None or not verdict.is_wrong_numbers:
+            return None
+        return Found(Fault.NOT_COMPARED, f"nothing compares its training: its reference {reference} failed")
+
+    def _busy_fault(self, name: str) -> Found | None:
+        """A step that is shorter than the time in which its own kernels keep the GPU busy."""
+        working_ms = self._measured_working_ms(name) if self.run.device == "cuda" else None
+        steps_ms = [step_ms for is_busy in (False, True) if (step_ms := self.ms(name, is_busy)) is not None]
+        if working_ms is None or not steps_ms or min(steps_ms) >= LEAST_OF_BUSY * working_ms:
+            return None
+        reason = f"a step takes {digits(min(steps_ms))} ms, its kernels keep the GPU busy for {digits(working_ms)} ms"
+        return Found(Fault.BELOW_BUSY, reason)
+
+    def _ceiling_fault(self, name: str) -> Found | None:
+        """A graph that gains more than its ceiling, or whose profile cannot tell."""
+        variant, run = self.build.variants[name], self.run
+        is_graph = variant.kind == "graph" or (variant.kind == "compile" and variant.capture.graphs > 0)
+        if run.device != "cuda" or not self.base or not is_graph:
+            return None
+        program = self.uncaptured(name)
+        profiles = {known: self.build.variants[known].profile for known in filter(None, (name, program))}
+        for known, profile in profiles.items():
+            if not profile.kernels and (run.whole or profile.steps):
+                return Found(Fault.NO_KERNELS, f"the profile of {known} has no kernels, so nothing bounds its gain")
+        kernels = [profile.kernels or 0.0 for profile in profiles.values()]
+        if max(kernels) > (1 + SAME_PROGRAM) * min(kernels):
+            return None
+        working_ms = self._measured_working_ms(program)
+        for ratio in filter(None, (self.ratio_of(name), self.ratio_of(name, busy=True))):
+            most = max(1.0, ratio.base_ms / working_ms) if working_ms else math.inf
+            if ratio.ratio > MOST_REACHED * most:
+                reason = f"it gains {ratio.ratio:.2f}x with the kernels of {program}, which allow {most:.2f}x at most"
+                return Found(Fault.ABOVE_CEILING, reason)
+        return None
 
     def _base(self) -> str:
         """`eager`, unless another passing eager is faster with an interval that excludes 1."""
@@ -91,6 +142,33 @@ class Judged:
         base = usual[0] if usual else eagers[0]
         faster = {name: ratio for name in eagers if (ratio := self.ratio_to(base, name)) is not None and ratio.low > 1}
         return max(faster, key=lambda name: faster[name].ratio, default=base)
+
+    def _measured_working_ms(self, name: str) -> float | None:
+        """An estimate accuses nobody: in an older file all variants may have waited for the rank that was not profiled."""
+        working = self.working(name)
+        return None if working.note else working.value
+
+    def unchecked(self, name: str) -> str:
+        """Return what no check looked at in a variant, as "no audits, no control"; "" where all was looked at."""
+        build, variant = self.build, self.build.variants[name]
+        anchor, control = build.variants.get(build.anchor, variant), build.variants.get(self.run.control)
+        raised = next((audit.raised for audit in (*variant.audits, *anchor.audits) if audit.raised), "")
+        reason = f": {' '.join(raised.split())[:100]}" if raised else ""
+        missing, number = [], len(variant.audits) - len(checks.repeated(variant))
+        if name == self.run.control or not variant.blocks:
+            return ""
+        if not variant.audits:
+            missing.append(f"no audits, for {build.anchor} raised{reason}" if raised else "no audits")
+        elif number:
+            missing.append(f"{number} of {len(variant.audits)} audits not compared{reason}")
+        reference = build.variants.get(checks.reference_of(build, name), anchor)
+        if variant is not anchor and not checks.compared(variant, reference):
+            missing.append("no losses of blocks compared")
+        if control is None or not control.blocks:
+            missing.append("no control")
+        if self.run.device == "cuda" and variant.kind == "graph" and self._measured_working_ms(self.base) is None:
+            missing.append("no ceiling")
+        return ", ".join(missing)
 
     def passed(self, name: str) -> bool:
         """Return whether a variant is there and passed."""
@@ -342,7 +420,7 @@ def _verdict(run: Run, build: Build, name: str) -> Verdict:
 def _agreements(build, name) -> list[ParityOfRuns | None]:
     """Before and after the blocks; a reference is compared with another run of itself."""
     variant = build.variants[name]
-    reference = build.variants.get(variant.reference, variant)
+    reference = build.variants.get(checks.reference_of(build, name), variant)
     agreements: list[ParityOfRuns | None] = []
     for courses, reference_courses in ((variant.parity, reference.parity), (variant.after, reference.after)):
         counterpart = courses[1:][-1:] if reference is variant else reference_courses[:1]
@@ -351,18 +429,21 @@ def _agreements(build, name) -> list[ParityOfRuns | None]:
 
 
 def _parity_fault(run, build, name, before, after) -> Found | None:
-    variant = build.variants[name]
-    if name == run.control or variant.reference == name or run.parity == "blocks":
+    variant, compared_with = build.variants[name], checks.reference_of(build, name)
+    if name in (run.control, compared_with) or run.parity == "blocks":
         return None
     if variant.sealed:
         is_compared = bool(variant.sealed.parity)
         return None if is_compared else Found(Fault.NOT_COMPARED, "nothing compares its training with the reference's")
-    reference = build.variants.get(variant.reference)
+    reference = build.variants.get(compared_with)
     if before is None or after is None or reference is None:
         when = "before" if before is None else "after"
         return Found(Fault.NOT_COMPARED, f"nothing compares its training with the reference's {when} its blocks")
     # Two runs of the reference are mostly equal.
     allowed = variant.promise if isinstance(variant.promise, float) else SCATTER_FACTOR * _scatter(reference.parity)
+    if variant.reference == name:
+        # It promises to repeat itself, and of the anchor as much as blocks are held to.
+        allowed = max(allowed, variant.tolerance or 0.0, LEAST_DEVIATION_AFTER)
     if not before.is_within(allowed):
         return Found(Fault.PARITY, f"parity: differs by {before} from step {before.step}")
     anchor = build.variants.get(build.anchor, reference)

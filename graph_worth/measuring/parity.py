@@ -56,11 +56,11 @@ def agreement(course, reference) -> ParityOfRuns:
 
 
 def loss_deviation(losses: Sequence[float | None], reference: Sequence[float | None]) -> float | None:
-    """Return the largest relative difference of two rows of losses; None where they cannot be compared."""
+    """Return the largest relative difference of two rows of losses; None where they cannot be compared, as if empty."""
     pairs = [(a, b) for a, b in zip(losses, reference, strict=False) if a is not None and b is not None]
     if not len(losses) == len(reference) == len(pairs):
         return None
-    return max((_loss_difference(*pair) for pair in pairs), default=0.0)
+    return max((_loss_difference(*pair) for pair in pairs), default=None)
 
 
 def first_loss(losses: Sequence[float], reference: Sequence[float], allowed: float) -> int | None:

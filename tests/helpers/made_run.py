@@ -93,7 +93,7 @@ def made_run(
         boot: of the host.
         names: of the variants that are measured, the base first; "eager..." is of kind eager, "control" repeats it.
         alone: variant -> bytes that it needs as the only one of a process.
-        kernels: of a step, for a run with `issue`.
+        kernels: of a step.
         header: fields of the run that are others.
     """
     like = HEADER["builds"][""]["variants"]
@@ -108,8 +108,8 @@ def made_run(
         if name != "control":
             courses = ("parity", "parity", "course", "course")
             facts += [_fact(kind, name, hashes=["h"], losses=[1.0]) for kind in courses]
-        if issue:
-            facts.append(_fact("profile", name, busy_ms=issue[1], kernels=kernels, graph_share=0.9 * made))
+        profiled = {"busy_ms": issue[1], "graph_share": 0.9 * made} if issue else {}
+        facts.append(_fact("profile", name, kernels=kernels, **profiled))
     for name, size in (alone or {}).items():
         facts.append(
             _fact("alone", name, peak_reserved_bytes=size, driver_bytes=2 * size, is_only=True, step_ms=[10.0, 10.0])

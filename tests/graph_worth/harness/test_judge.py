@@ -95,6 +95,24 @@ def audited(run, **changes):
     return facts(run, audits=audits(10.0, 10.0, **changes))
 
 
+def lasting(run, ms, name="graph_layer", cycles=EVERY):
+    """Every step of a variant takes so long, by all clocks."""
+    seconds = 20 * ms / 1e3
+    return change(run, name, cycles, step_ms=[ms] * 20, parent_s=seconds, worker_s=seconds)
+
+
+def working(run, name="graph_layer", **profile):
+    """Fields of a variant's profile."""
+    for key, value in profile.items():
+        setattr(variant(run, name).profile, key, value)
+    return run
+
+
+def above(run, ms=5.0, kernels=9):
+    """A graph of steps of 5 ms, and an eager one of 10 ms in which its kernels take 8 ms: a graph can gain 1.25x."""
+    return lasting(working(working(run, "eager", busy_ms=8.0), busy_ms=min(ms, 8.0), kernels=kernels), ms)
+
+
 SEALED = Sealed(status="failed", reason="as sealed", parity="")
 # Fault -> (a run with it, words of its reason). On a GPU one block of eight shows a fault of a block.
 CASES = {
@@ -116,6 +134,9 @@ CASES = {
     Fault.LOSSES: (lambda run: change(run, cycles=[5], losses=[1.0, 0.6]), "its losses in cycle 5 differ"),
     Fault.MOVEMENT: (lambda run: change(run, cycles=[5], moved=[0.5]), "cycle 5 moved the training state 0.50 times"),
     Fault.NOT_WATCHED: (lambda run: change(run, moved=[0.0]), "no watched tensor"),
+    Fault.BELOW_BUSY: (lambda run: working(run, busy_ms=10.6), "takes 10.00 ms, its kernels keep the GPU busy for 10.60"),
+    Fault.ABOVE_CEILING: (above, "it gains 2.00x with the kernels of eager, which allow 1.25x at most"),
+    Fault.NO_KERNELS: (lambda run: working(run, kernels=None), "the profile of graph_layer has no kernels"),
     Fault.AUDIT: (lambda run: audited(run, losses=[1.0, 0.502]), "losses differ by 4.0e-03 from those of eager in a"),
 }
 
@@ -182,6 +203,151 @@ def test_a_base_that_the_others_slow_is_said():
     assert not judge.judged(run)[""].slowed, "fewer steps than a block"
     variant(run, "eager").alone.step_ms = [fastest / 1.04] * 20
     assert not judge.judged(run)[""].slowed
+
+
+# ------------------------------------------------------------------------------------------------
+# Fences
+
+
+@pytest.mark.parametrize(
+    ("ms", "kernels", "is_stopped"), [(7.65, 9, False), (7.6, 9, True), (7.6, 9.44, True), (7.6, 9.5, False)]
+)
+def test_a_graph_of_the_same_program_gains_no_more_than_its_ceiling(ms, kernels, is_stopped):
+    run = above(made_run(), ms, kernels)
+    assert verdict(run).fault == (Fault.ABOVE_CEILING if is_stopped else None)
+    assert not any(own["graph_layer"].fault for own in [judge.judged(above(made_run(gpus=()), ms))[""].verdicts])
+
+
+def test_beside_busy_processes_the_ceiling_is_that_of_these_cycles():
+    run = working(made_run(busy=16, ms={"eager": [10.0, 20.0]}), "eager", busy_ms=8.0)
+    assert verdict(lasting(working(run, busy_ms=5.0), 8.0)).fault is None
+    assert verdict(lasting(run, 5.0, cycles=range(1, 16, 2))).fault == Fault.ABOVE_CEILING
+
+
+def test_a_compiled_graph_has_the_ceiling_of_the_compiled_program():
+    run = made_run(names=("eager", "compile", "reduce_overhead"))
+    for name, ms in (("compile", 9.0), ("reduce_overhead", 5.0)):
+        facts(run, name, kind="compile", capture=CaptureFacts(graphs=int(name != "compile")))
+        lasting(working(change(run, name, replays=0, expected_replays=0), name, busy_ms=min(ms, 6.0)), ms, name)
+    assert verdict(run, "reduce_overhead").fault == Fault.ABOVE_CEILING
+    assert verdict(lasting(run, 5.8, "reduce_overhead"), "reduce_overhead").fault is None
+    assert verdict(working(run, "compile", kernels=0), "reduce_overhead").fault == Fault.NO_KERNELS
+
+
+def test_no_step_is_shorter_than_its_own_work_not_even_eagers():
+    assert verdict(working(made_run(), busy_ms=10.5)).fault is None
+    assert verdict(working(made_run(gpus=()), busy_ms=99.0)).fault is None
+    run = working(working(made_run(), "eager", busy_ms=10.6), busy_ms=9.0)
+    assert verdict(run, "eager").fault == Fault.BELOW_BUSY and judge.judged(run)[""].base == ""
+    twin = working(eagers(eager_twin=9.0), "eager_twin", busy_ms=9.6)
+    assert verdict(twin, "eager_twin").fault == Fault.BELOW_BUSY and base_of(twin) == "eager"
+
+
+def test_a_time_without_waiting_that_is_estimated_accuses_nobody():
+    run = of_two_ranks()
+    working_ms = judge.judged(run)[""].working("graph_layer")
+    assert working_ms.note == judge.ESTIMATED and "no ceiling" in unchecked(run)
+    assert verdict(lasting(run, 0.5 * working_ms.value)).fault is None
+    for name in ("eager", "graph_layer"):
+        working(run, name, working_ms=[working_ms.value - 1, working_ms.value])
+    assert verdict(run).fault == Fault.BELOW_BUSY and "no ceiling" not in unchecked(run)
+    assert verdict(working(run, working_ms=[1.0])).fault == Fault.ABOVE_CEILING
+
+
+def test_nothing_bounds_a_graph_without_kernels_in_the_profile_or_in_the_bases():
+    assert verdict(working(made_run(), "eager", kernels=0.0)).fault == Fault.NO_KERNELS
+    assert verdict(working(made_run(gpus=()), kernels=None)).fault is None
+    run = working(made_run(), kernels=None)
+    run.whole = False
+    assert verdict(run).fault is None, "not profiled yet"
+    assert verdict(working(run, steps=3)).fault == Fault.NO_KERNELS
+
+
+# ------------------------------------------------------------------------------------------------
+# References
+
+
+def referring(run, **of_reference):
+    """graph_layer is compared with eager_twin, which is compared with itself, as in a file that names it so."""
+    facts(run, "eager_twin", reference="eager_twin", **of_reference)
+    return facts(run, reference="eager_twin")
+
+
+@pytest.mark.parametrize("traits", [{}, {"extra_work": "pads"}], ids=str)
+def test_a_reference_is_compared_with_the_base_and_its_graphs_fail_with_it(traits):
+    run = referring(eagers(eager_twin=10.5), traits=traits)
+    assert verdict(run).fault is None and verdict(run, "eager_twin").parity == "bitwise"
+    for name in ("eager_twin", "graph_layer"):
+        change(run, name, losses=[1.0, 0.6])
+    assert verdict(run, "eager_twin").fault == Fault.LOSSES and verdict(run, "eager").status == "pass"
+    assert verdict(run).fault == Fault.NOT_COMPARED and "its reference eager_twin failed" in verdict(run).reason
+
+
+def test_the_courses_of_a_reference_are_compared_with_the_bases():
+    for when, fault in (("parity", Fault.PARITY), ("after", Fault.PARITY_AFTER)):
+        run = referring(eagers(eager_twin=10.5), **{when: course(1.01) * 2})
+        assert verdict(run, "eager_twin").fault == fault
+    assert verdict(referring(eagers(eager_twin=10.5), parity=course(1.000009) * 2), "eager_twin").fault is None
+
+
+def test_a_graph_that_is_its_own_reference_is_compared_with_eager():
+    run = change(facts(made_run(), reference="graph_layer"), losses=[1.0, 0.6])
+    assert verdict(run).fault == Fault.LOSSES
+    run = facts(eagers(eager_twin=10.5), "eager_twin", reference="graph_layer")
+    assert verdict(change(facts(run, reference="eager_twin"), losses=[1.0, 0.6])).fault == Fault.LOSSES
+
+
+def test_a_base_that_another_eager_is_the_reference_of_is_not_compared_twice():
+    run = made_run(names=("eager_twin", "eager", "graph_layer"))
+    assert checks.reference_of(run.builds[""], "eager") == "eager"
+
+
+# ------------------------------------------------------------------------------------------------
+# What was not checked is said
+
+
+def unchecked(run, name="graph_layer"):
+    return judge.judged(run)[""].unchecked(name)
+
+
+def test_what_no_check_looked_at_is_said():
+    names = ("eager", "graph_layer", "control")
+    run = above(made_run(names=names), 8.0)
+    assert (unchecked(run), unchecked(run, "control")) == ("no audits", "")
+    assert unchecked(audited(run)) == unchecked(run, "eager") == ""
+    assert unchecked(audited(above(made_run(), 8.0))) == "no control"
+    assert unchecked(made_run(names=names)) == "no audits, no ceiling"
+    assert unchecked(change(audited(run), reset=False)) == "no losses of blocks compared"
+
+
+def test_audits_that_compare_nothing_are_said():
+    run = audited(above(made_run(names=("eager", "graph_layer", "control")), 8.0))
+    audits_of = variant(run).audits
+    audits_of[1].repetition = None
+    assert unchecked(run) == "1 of 2 audits not compared"
+    for audit in audits_of:
+        audit.own, audit.repetition, audit.raised = None, None, "OutOfMemoryError: 9\n GiB"
+    assert unchecked(run) == "2 of 2 audits not compared: OutOfMemoryError: 9 GiB" and verdict(run).fault is None
+    again = Trained(step_ms=[1.0], losses=[], moved=[1.0])
+    for audit in audits_of:
+        audit.own, audit.repetition, audit.raised = again, again, ""
+    assert unchecked(run) == "2 of 2 audits not compared"
+    facts(run, audits=[])
+    for audit in variant(run, "eager").audits:
+        audit.own, audit.raised = None, "ValueError: scaled"
+    assert unchecked(run) == "no audits, for eager raised: ValueError: scaled"
+    assert unchecked(run, "eager") == "2 of 2 audits not compared: ValueError: scaled"
+
+
+def test_losses_that_are_missing_compare_nothing():
+    run = change(change(made_run(), losses=[]), "eager", losses=[])
+    assert verdict(run).fault == Fault.LOSSES
+    run = facts(made_run(), after=course())
+    assert verdict(facts(run, "eager", after=course(digest="a") * 2)).fault == Fault.PARITY_AFTER
+    run = change(made_run(), reset=False)
+    assert verdict(run).fault is None
+    run.parity = "blocks"
+    assert verdict(run).fault == Fault.NOT_COMPARED
 
 
 # ------------------------------------------------------------------------------------------------
@@ -689,8 +855,9 @@ def test_the_same_names_of_kernels_are_the_same_kernels_besides_copies():
 def test_a_share_above_105_percent_is_of_another_program():
     run = made_run(issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": [7.63, 7.64]})
     assert judge.judged(run)[""].reached("graph_layer") == pytest.approx(8.0 / 7.635, abs=1e-3)
-    run = made_run(issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 7.6})
-    assert judge.judged(run)[""].reached("graph_layer") is None
+    run = lasting(working(run, busy_ms=7.0, kernels=5), 7.6)
+    assert verdict(run).fault is None and judge.judged(run)[""].reached("graph_layer") is None
+    assert verdict(working(run, kernels=9)).fault == Fault.ABOVE_CEILING
 
 
 def test_a_table_of_several_gpus_has_waiting_and_skew():
