@@ -2,7 +2,8 @@
 
     python -m benchmarks.publish runs/h200x1/gpt3-bench/20261125T101500Z-a7d396c1.json
 
-A published file is never changed or removed. Exit status: 0; 1 where a run is refused, with a line that says why; 2 for
+A published file is never changed or removed. --as-is copies a run that a fence (graph_worth.harness.checks) stopped, and
+prints the failure. Exit status: 0; 1 where a run is refused, with a line that says why; 2 for
 a mistake on the command line.
 """
 
@@ -13,12 +14,13 @@ from pathlib import Path
 
 from graph_worth.files import write_text
 from graph_worth.folders import ROOT
+from graph_worth.harness.checks import FENCES
 from graph_worth.harness.command import parser_of
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Census, Run, digits, folder_of
 from graph_worth.harness.files.run_file import CENSUS
 from graph_worth.harness.intervals import LEAST_CYCLES
-from graph_worth.harness.judge import judged
+from graph_worth.harness.judge import Judged, judged
 from graph_worth.harness.pages.cells import hosts_text
 from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.machine.source import last_commits, source_hash_of_commit
@@ -36,14 +38,14 @@ class NotPublished(ValueError):
     """A run that is not published; the text is one line that names the file and the reason."""
 
 
-def publish(path: Path, results: Path) -> Path:
+def publish(path: Path, results: Path, as_is: bool = False) -> Path:
     """Copy a run file into results/<gpu>x<count>/<model>-<preset>[-<label>]/ under its own id; return the copy.
 
-    A file that is published already stays as it is.
+    A file that is published already stays as it is. `as_is`: one with a variant that a fence stopped is copied, too.
 
     Raises:
         run_file.Damaged: it is no whole run file of this schema.
-        Refused: it is no evidence, or another file of this name is published.
+        NotPublished: it is no evidence, or another file of this name is published.
         OSError: a folder cannot be written.
     """
     # Its folder, the folder of its machine, and no link in any of them: a link may lead to anyone's files.
@@ -51,7 +53,7 @@ def publish(path: Path, results: Path) -> Path:
         if entry.is_symlink():
             raise NotPublished(f"{path}: {entry.name} is a link; publish takes regular files")
     content = run_file.read_all(path)
-    reason = why_not(content)
+    reason = why_not(content, as_is)
     if reason:
         raise NotPublished(f"{path}: {reason}")
     target = results.joinpath(*folders_of(content), f"{content.id}.json")
@@ -87,20 +89,26 @@ def _runs_of(content: Run | Census) -> list[Run]:
     return content.runs if isinstance(content, Census) else [content]
 
 
-def why_not(content: Run | Census) -> str:
+def why_not(content: Run | Census, as_is: bool = False) -> str:
     """Return the reason why a file is no evidence, in a few words, or ""."""
     if isinstance(content, Run):
-        return _why_not(content)
+        return _why_not(content, as_is)
     if not content.runs:
         return "a census without a run"
     if len({(run.host.boot, run.ranks) for run in content.runs}) > 1:
         return "a census of several hosts"
     if not _WORD.fullmatch(content.id):
         return "its id cannot be the name of a file"
-    return next(filter(None, map(_why_not, content.runs)), "")
+    return next(filter(None, (_why_not(run, as_is) for run in content.runs)), "")
 
 
-def _why_not(run: Run) -> str:
+def stopped(judged_build: Judged) -> list[str]:
+    """Return what the fences stopped in a build, as "graph_step failed: it gains ..."."""
+    verdicts = judged_build.verdicts.items()
+    return [f"{name} failed: {verdict.reason}" for name, verdict in verdicts if verdict.fault in FENCES]
+
+
+def _why_not(run: Run, as_is: bool) -> str:
     if run.preset.startswith("tiny"):
         return f"preset {run.preset} shows that variants work, nothing about speed"
     if run.device != "cuda" or not run.host.gpus:
@@ -118,14 +126,17 @@ def _why_not(run: Run) -> str:
         if not any(variant.blocks for variant in judged_build.build.variants.values()):
             continue
         label = f"build {name}" if name else "the run"
-        if not judged_build.base:
+        fenced = stopped(judged_build)
+        if fenced and not as_is:
+            return f"{fenced[0]}; --as-is publishes it with this failure"
+        if not judged_build.base and not fenced:
             return f"no eager variant of {label} passed"
         if judged_build.quiet_cycles < least:
             return (
                 f"{label} has {judged_build.quiet_cycles} whole cycles on a quiet host, "
                 f"published runs have at least {least}"
             )
-    if not any(judged_build.base for judged_build in judged(run).values()):
+    if not any(judged_build.base or stopped(judged_build) for judged_build in judged(run).values()):
         return "nothing in it was timed"
     return ""
 
@@ -138,9 +149,10 @@ def added(path: Path, results: Path) -> list[str]:
 
     content = run_file.read_all(path)
     runs_with_path = [(path, run) for run in _runs_of(content)]
+    fenced = [text for _, run in runs_with_path for build in judged(run).values() for text in stopped(build)]
     published = frame.load(results)
     before = {(frame.where_of(row), row.variant, row.base): row for row in published.records()}
-    lines = []
+    lines = [f"published as it is: {text}" for text in fenced]
     for row in frame.records(frame.rows(frame.measured(frame.points_of(runs_with_path)))):
         if row.kind == "eager" or row.control or not row.headline:
             continue
@@ -181,13 +193,14 @@ def main(argv=None) -> int:
     """Run the program; return its exit status."""
     parser = parser_of("publish", "Copy sealed run files, unchanged, into results/.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run file, as make bench names it")
+    parser.add_argument("--as-is", action="store_true", help="also a run that a fence stopped, with its failure printed")
     parser.add_argument("--into", type=Path, default=ROOT / "results", metavar="DIR", help="results/")
     args = parser.parse_args(argv)
     refused = 0
     for path in args.paths:
         try:
             lines = added(path, args.into)
-            print("\n  ".join([str(publish(path, args.into)), *map(printable, lines)]))
+            print("\n  ".join([str(publish(path, args.into, args.as_is)), *map(printable, lines)]))
         except (ValueError, OSError) as error:
             refused += 1
             text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)

@@ -166,7 +166,7 @@ class Judged:
             missing.append("no losses of blocks compared")
         if control is None or not control.blocks:
             missing.append("no control")
-        if self.run.device == "cuda" and variant.kind == "graph" and self._measured_working_ms(self.base) is None:
+        if self.run.device == "cuda" and variant.kind == "graph" and self.ceiling_of(name) == Noted():
             missing.append("no ceiling")
         return ", ".join(missing)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from graph_worth.folders import CODE, OWN_STEP, ROOT, START
 from graph_worth.harness import ask, command, intervals, judge, run
 from graph_worth.harness.ask import Options
+from graph_worth.harness.checks import FENCES
 from graph_worth.harness.command import Mistake
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged, Verdict
@@ -162,6 +163,9 @@ def _none_passed(graphs: dict[str, Verdict], wrong):
         return WRONG, f"Wrong numbers: {wrong[0]} does not train as the eager step does ({graphs[wrong[0]].reason})."
     if all(failure.status == "unsupported" for failure in graphs.values()):
         return NOT_MEASURED, f"Not measured: {next(iter(graphs.values())).reason}."
+    fenced = next((name for name, failure in graphs.items() if failure.fault in FENCES), "")
+    if fenced:
+        return NOT_MEASURED, f"Not measured: {fenced}: {graphs[fenced].reason}."
     captured = {name: failure for name, failure in graphs.items() if failure.status == "capture_failed"}
     name, failure = next(iter((captured or graphs).items()))
     return NO_CAPTURE, f"Cannot be captured: {name}: {failure.reason}"

@@ -5,15 +5,17 @@ pytest tests/benchmarks/test_publish.py
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from benchmarks import publish
+from benchmarks import frame, publish
 from graph_worth.folders import ROOT
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Census
 from graph_worth.harness.files.run_file import Damaged
+from graph_worth.harness.pages import run_table
 from graph_worth.machine import source
 from tests.helpers.made_run import made_run, write
 
@@ -136,6 +138,48 @@ def test_what_the_facts_do_not_show_is_refused(made, tmp_path, results):
     for block in run.builds[""].variants["eager"].blocks:
         block.replays = 5
     assert "no eager variant of the run passed" in refused(write(run, tmp_path / "runs" / GROUP), results)
+
+
+def forged(name="graph_layer", **more):
+    """A run whose graph is 170 times as fast as eager, whose kernels allow 1.77x at most."""
+    run = made_run(names=("eager", "graph_layer", "control"), issue=(10.0, 5.65), **more)
+    for block in run.builds[""].variants[name].blocks:
+        block.step_ms = [10.0 / 170] * 20
+        block.parent_s = block.worker_s = 0.2 / 170
+    run.builds[""].variants[name].profile.busy_ms = 10.0 / 170
+    return run
+
+
+def test_a_gain_of_170_beside_177_at_most_is_refused_by_a_line_and_printed_as_failed(tmp_path, results, capsys):
+    path = write(forged(), tmp_path / "runs" / GROUP)
+    said = "graph_layer failed: it gains 170.00x with the kernels of eager, which allow 1.77x at most"
+    assert f"{path}: {said}; --as-is publishes it with this failure" == refused(path, results)
+    assert "failed: graph_layer (it gains 170.00x" in run_table.report(run_file.read(path))
+    assert publish.main([str(path), "--into", str(results)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert publish.main([str(path), "--into", str(results), "--as-is"]) == 0
+    target, line, *_ = capsys.readouterr().out.splitlines()
+    assert line == f"  published as it is: {said}" and Path(target).read_bytes() == path.read_bytes()
+    (row,) = [row for row in frame.load(results).records() if row.variant == "graph_layer"]
+    assert row.status == "failed" and "it gains 170.00x" in row.reason and row.gain is None
+
+
+def test_where_a_fence_stopped_eager_nothing_is_compared(tmp_path, results, capsys):
+    run = forged("eager")
+    run.builds[""].variants["eager"].profile.busy_ms = 5.0
+    path = write(run, tmp_path / "runs" / GROUP)
+    assert "eager failed: a step takes 0.059 ms, its kernels keep the GPU busy for 5.00 ms; --as-is" in refused(
+        path, results
+    )
+    assert publish.main([str(path), "--into", str(results), "--as-is"]) == 0
+    assert "published as it is: eager failed" in capsys.readouterr().out
+    assert all(row.gain is None for row in frame.load(results).records())
+
+
+def test_as_is_publishes_nothing_else_that_is_no_evidence(made, results):
+    for run in ({"cycles": 2}, {"preset": "tiny"}):
+        with pytest.raises(publish.NotPublished):
+            publish.publish(made(**run), results, as_is=True)
 
 
 def census(tmp_path, **more):

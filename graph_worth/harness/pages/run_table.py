@@ -109,7 +109,7 @@ def _build_report(name: str, judged: Judged) -> str:
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(judged, busy)
     rate = textwrap.fill(rates(judged), WIDTH) if run.model == OWN_STEP or build.flops_notes else ""
-    lines += [text for text in (_faults(judged), _reruns(judged), _slowed(judged), _meaning(judged), rate) if text]
+    lines += [text for text in (_faults(judged), _unchecked(judged), _reruns(judged), _slowed(judged), _meaning(judged), rate) if text]
     return "\n".join(lines)
 
 
@@ -184,6 +184,15 @@ def _faults(judged: Judged) -> str:
         if verdict.reason:
             alike[verdict.status, verdict.reason].append(name)
     lines = (f"{status}: {', '.join(names)} ({reason})" for (status, reason), names in alike.items())
+    return "\n".join(map(printable, lines))
+
+
+def _unchecked(judged: Judged) -> str:
+    """Return lines that say what no check looked at, of the variants in the table."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in filter(judged.passed, judged.verdicts):
+        alike[judged.unchecked(name)].append(name)
+    lines = (f"not checked: {', '.join(names)} ({text})" for text, names in alike.items() if text)
     return "\n".join(map(printable, lines))
 
 

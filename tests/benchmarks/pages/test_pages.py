@@ -12,7 +12,7 @@ from benchmarks.pages import headlines, readme, tables
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import measure
 from graph_worth.harness.files import run_file
-from graph_worth.harness.files.facts import Alone, Latency, Raised, stem
+from graph_worth.harness.files.facts import Alone, Latency, Profile, Raised, stem
 from graph_worth.harness.pages import run_table
 from tests.helpers.made_run import FOLDER, made_run, put, with_apart, write
 
@@ -205,11 +205,13 @@ def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp
 
 
 def test_a_step_whose_graphs_are_all_of_an_earlier_file_without_a_profile_is_no_headline(tmp_path):
-    """The newest file's graph had no memory."""
+    """The newest file's graph had no memory. The older run ended before its profiles."""
     for number, digest in enumerate(("old", "new")):
         more = {"flags": ["--step", "muon.py:build", "--step-digest", digest], "boot": digest}
         run = made_run(id=f"20261125T10150{number}Z-a7d396c1", model=OWN_STEP, label="muon-build", ms=MS, **more)
-        run.begin_utc = f"2026-12-0{number + 1}T00:00:00Z"
+        run.begin_utc, run.whole = f"2026-12-0{number + 1}T00:00:00Z", False
+        for variant in run.builds[""].variants.values():
+            variant.profile = Profile()
         if digest == "new":
             graph = run.builds[""].variants["graph_layer"]
             graph.raised, graph.blocks = Raised(kind="oom", reason="too large"), []

@@ -67,6 +67,7 @@ def test_the_verdict_follows_the_interval(ms, status, word):
         ("capture_failed", "Tensor.item at my_step.py:9 cannot be captured", measure.NO_CAPTURE),
         ("oom", "needs 9 GiB more", measure.NO_CAPTURE),
         ("unsupported", "several ranks are captured on GPUs alone", measure.NOT_MEASURED),
+        ("fence", "Not measured: graph_layer: a step takes 8.00 ms, its kernels keep", measure.NOT_MEASURED),
     ],
 )
 def test_a_verdict_without_a_graph_that_passes_says_why(given, reason, status):
@@ -74,6 +75,8 @@ def test_a_verdict_without_a_graph_that_passes_says_why(given, reason, status):
     own = run.builds[""].variants["graph_layer"]
     if given == "differs":
         own.parity[0].hashes, own.parity[0].losses = ["other"], [2.0]
+    elif given == "fence":
+        own.profile.busy_ms = 9.0
     else:
         own.raised, own.blocks = Raised(kind=given, reason=reason), []
     found, sentence = measure.verdict(run)
