@@ -96,8 +96,9 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
     return (
         _promise_fault(variant)
         or _share_fault(variant, run.device)
-        or _time_fault(variant, base, run)
-        or _late_change_fault(variant)
+        or _clock_fault(variant, run)
+        or _outside_fault(variant, base, run.device)
+        or _late_fault(variant, base, run.device)
         or _growth_fault(build, name, run.device)
         or _thread_fault(variant, base, run.device)
         or _training_fault(variant, reference if reference.blocks else base, base, run, build.variants.get(run.control))
@@ -152,31 +153,23 @@ def _share_fault(variant, device) -> Found | None:
     return None
 
 
-def _time_fault(variant, base, run) -> Found | None:
-    """Time that a variant hides. None on a CPU, whose other programs may take a core at any moment."""
-    if run.device != "cuda":
-        return None
-    return _clock_fault(variant, run.ranks) or _outside_fault(variant, base) or _late_work_fault(variant, base)
-
-
-def _clock_fault(variant, ranks) -> Found | None:
-    for block in _quiet(variant):
+def _clock_fault(variant, run) -> Found | None:
+    for block in _quiet(variant) if run.device == "cuda" else ():
         own_s = block.mean_ms * block.steps / 1e3
         # With several ranks the slowest rank of each step counts. Together they may take longer than any rank did.
-        seen = [seen_s for seen_s in (block.parent_s, block.worker_s) if ranks == 1 or seen_s >= own_s]
+        seen = [seen_s for seen_s in (block.parent_s, block.worker_s) if run.ranks == 1 or seen_s >= own_s]
         if any(abs(seen_s - own_s) > max(CLOCK_SHARE * seen_s, CLOCK_SLACK_S) for seen_s in seen):
             reason = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw {block.parent_s:.3f} s"
             return Found(Fault.CLOCK, f"{reason}, and another clock of its own {block.worker_s:.3f} s")
     return None
 
 
-def _outside_fault(variant, base) -> Found | None:
+def _outside_fault(variant, base, device) -> Found | None:
     """Work in the untimed or drained steps, or where the variant is entered or left, by the other process's clock."""
-    usual = [outside for block in _quiet(base) if (outside := _outside_s(block, STEPS_OF_BASE)) is not None]
-    seen = [(_outside_s(block, STEPS_OF_VARIANT), block) for block in _quiet(variant)]
-    extra = [(outside - plain.median(usual), block) for outside, block in seen if outside is not None and usual]
-    if variant is base or not usual or not extra:
+    usual = [outside_s for outside_s, _ in _outside(base, STEPS_OF_BASE)]
+    if device != "cuda" or variant is base or not usual:
         return None
+    extra = [(outside_s - plain.median(usual), block) for outside_s, block in _outside(variant, STEPS_OF_VARIANT)]
     over = [s > max(OUTSIDE_SHARE * block.parent_s, OUTSIDE_SLACK_S, max(usual)) for s, block in extra]
     slightly = [s > max(OUTSIDE_SHARE_OF_MOST * block.parent_s, OUTSIDE_SLACK_S) for s, block in extra]
     if not any(over) and 2 * sum(slightly) <= len(extra):
@@ -186,29 +179,23 @@ def _outside_fault(variant, base) -> Found | None:
     return Found(Fault.OUTSIDE, reason)
 
 
-def _outside_s(block: Block, factor: float) -> float | None:
-    """Return the time of a block beside its timed steps, less `factor` times that of its other steps.
-
-    None in older files.
-    """
-    if block.whole_s is None:
-        return None
-    return block.whole_s - block.parent_s - factor * (block.untimed_steps + block.drained_steps) * block.mean_ms / 1e3
+def _outside(variant, factor) -> list[tuple[float, Block]]:
+    """(seconds beside a block's timed steps, less `factor` times those of its other steps; block). [] for older files."""
+    blocks = [(block.whole_s, block) for block in _quiet(variant) if block.whole_s is not None]
+    steps_s = [factor * (block.untimed_steps + block.drained_steps) * block.mean_ms / 1e3 for _, block in blocks]
+    return [(whole_s - block.parent_s - s, block) for (whole_s, block), s in zip(blocks, steps_s, strict=True)]
 
 
-def _late_work_fault(variant, base) -> Found | None:
-    # Work that goes on after a variant's block may reach the base's next block. Busy processes delay the look itself.
+def _late_fault(variant, base, device) -> Found | None:
+    """Work that goes on after a variant's block may reach the base's next block."""
+    if any(block.late_change for block in variant.blocks):
+        return Found(Fault.LATE_CHANGE, "the training state still changed after a block had ended")
     usual = min(block.late_ms for block in base.blocks)
+    # Busy processes delay the look itself.
     most = max((block.late_ms for block in _quiet(variant)), default=0.0)
-    if most <= usual + LATE_MS:
+    if device != "cuda" or most <= usual + LATE_MS:
         return None
     return Found(Fault.LATE_WORK, f"{most:.0f} ms of work went on after a block had ended, {usual:.0f} ms in the base")
-
-
-def _late_change_fault(variant) -> Found | None:
-    if not any(block.late_change for block in variant.blocks):
-        return None
-    return Found(Fault.LATE_CHANGE, "the training state still changed after a block had ended")
 
 
 def _growth_fault(build, name, device) -> Found | None:
@@ -216,9 +203,8 @@ def _growth_fault(build, name, device) -> Found | None:
     # On a CPU the first cycle may still allocate memory that stays; on a GPU two cycles before it have done so.
     begin = 0 if device == "cuda" else 1
     grown = sum(block.growth_bytes or 0 for block in variant.blocks if block.cycle >= begin)
-    if grown <= bound:
-        total, variant_growth = growth_over_cycles(build, begin=begin), growth_over_cycles(build, name, begin)
-        grown = variant_growth if total > bound else 0
+    if grown <= bound < growth_over_cycles(build, begin=begin):
+        grown = growth_over_cycles(build, name, begin)
     if grown <= bound:
         return None
     since = "first" if begin == 0 else "second"
@@ -325,7 +311,6 @@ def _audit_fault(variant, reference, base) -> Found | None:
     scatters += [_difference(*pair) for baseline in (base, reference) for pair in repeated(baseline)]
     scatter = min(max(scatters), AUDIT_TOLERANCE_OF_BASE)
     allowed = max(AUDIT_TOLERANCE, variant.tolerance or 0.0, SCATTER_FACTOR * scatter)
-    # Kernels whose bits differ once in a few hundred calls let one audit part from the others.
     of_one = max(allowed, LARGEST_OF_ONE_BLOCK)
     is_eager = variant is base or variant is reference
     if is_eager:

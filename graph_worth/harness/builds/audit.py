@@ -1,9 +1,8 @@
 """Audits: blocks of every variant from a state that nobody could know, which eager repeats in a process of its own.
 
-In a cycle all variants train from one state, so a variant could hand in what an honest one has trained, and all could
-train from a state that one of them has bent. In an audit a secret draw scales the state after the untimed steps,
-another for each variant. Afterwards the variant's reference makes the same steps in a process that never makes the
-variant. `graph_worth.harness.checks` compares what both trained.
+In a cycle a variant could hand in what an honest one has trained, and all could train from a state that one of them has
+bent. In an audit a secret draw scales the state after the untimed steps, another for each variant. Then its reference
+makes the same steps in a process that never makes the variant. `graph_worth.harness.checks` compares what both trained.
 """
 
 import math
