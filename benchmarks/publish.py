@@ -2,8 +2,8 @@
 
     python -m benchmarks.publish runs/h200x1/gpt3-bench/20261125T101500Z-a7d396c1.json
 
-A published file is never changed or removed. --as-is copies a run that a fence (graph_worth.harness.checks) stopped, and
-prints the failure. Exit status: 0; 1 where a run is refused, with a line that says why; 2 for
+A published file is never changed or removed. --as-is copies a run that a fence (docs/method.md) stopped, and prints
+its failure. Exit status: 0; 1 where a run is refused, with a line that says why; 2 for
 a mistake on the command line.
 """
 
@@ -193,7 +193,7 @@ def main(argv=None) -> int:
     """Run the program; return its exit status."""
     parser = parser_of("publish", "Copy sealed run files, unchanged, into results/.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run file, as make bench names it")
-    parser.add_argument("--as-is", action="store_true", help="also a run that a fence stopped, with its failure printed")
+    parser.add_argument("--as-is", action="store_true", help="also a run that a fence stopped; its failure is printed")
     parser.add_argument("--into", type=Path, default=ROOT / "results", metavar="DIR", help="results/")
     args = parser.parse_args(argv)
     refused = 0

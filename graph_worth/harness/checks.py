@@ -159,8 +159,9 @@ def _clock_fault(variant, run) -> Found | None:
         # With several ranks the slowest rank of each step counts. Together they may take longer than any rank did.
         seen = [seen_s for seen_s in (block.parent_s, block.worker_s) if run.ranks == 1 or seen_s >= own_s]
         if any(abs(seen_s - own_s) > max(CLOCK_SHARE * seen_s, CLOCK_SLACK_S) for seen_s in seen):
-            reason = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw {block.parent_s:.3f} s"
-            return Found(Fault.CLOCK, f"{reason}, and another clock of its own {block.worker_s:.3f} s")
+            reason = f"its steps in cycle {block.cycle} sum to {own_s:.3f} s, another process saw"
+            reason += f" {block.parent_s:.3f} s, and another clock of its own {block.worker_s:.3f} s"
+            return Found(Fault.CLOCK, reason)
     return None
 
 
@@ -180,7 +181,7 @@ def _outside_fault(variant, base, device) -> Found | None:
 
 
 def _outside(variant, factor) -> list[tuple[float, Block]]:
-    """(seconds beside a block's timed steps, less `factor` times those of its other steps; block). [] for older files."""
+    """(seconds beside a block's timed steps, less `factor` times its other steps', block). [] for older files."""
     blocks = [(block.whole_s, block) for block in _quiet(variant) if block.whole_s is not None]
     steps_s = [factor * (block.untimed_steps + block.drained_steps) * block.mean_ms / 1e3 for _, block in blocks]
     return [(whole_s - block.parent_s - s, block) for (whole_s, block), s in zip(blocks, steps_s, strict=True)]

@@ -26,9 +26,9 @@ SLOWED_CPU = 1.25
 LEAST_DEVIATION_AFTER = 1e-5
 # The profiler holds kernels up by up to 2 %: a GPU that is busy for a little longer than a step is busy all the time.
 LEAST_CEILING = 0.98
-# The fences, on a GPU: least step over its busy time, and the most share of its ceiling that a graph of the same program
-# reaches. Programs are the same where their kernels differ little in number: hashes cannot tell, since a graph may hold
-# other copies. Of another program, a larger share says that it is not its ceiling.
+# The fences, on a GPU: the least step over its busy time, and the most share of its ceiling that a graph of the same
+# program reaches. Programs are the same where their kernels differ little in number; hashes cannot tell, since a graph
+# may hold other copies. Of another program, a larger share says that it is not its ceiling.
 LEAST_OF_BUSY, MOST_REACHED, SAME_PROGRAM = 0.95, 1.05, 0.05
 # Variants whose steps have as many kernels, to within this, have the same collectives.
 SAME_KERNELS = 0.01
@@ -144,7 +144,7 @@ class Judged:
         return max(faster, key=lambda name: faster[name].ratio, default=base)
 
     def _measured_working_ms(self, name: str) -> float | None:
-        """An estimate accuses nobody: in an older file all variants may have waited for the rank that was not profiled."""
+        """An estimate accuses nobody: all variants of an older file may have waited for another rank."""
         working = self.working(name)
         return None if working.note else working.value
 

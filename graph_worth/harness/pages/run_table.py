@@ -109,7 +109,8 @@ def _build_report(name: str, judged: Judged) -> str:
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(judged, busy)
     rate = textwrap.fill(rates(judged), WIDTH) if run.model == OWN_STEP or build.flops_notes else ""
-    lines += [text for text in (_faults(judged), _unchecked(judged), _reruns(judged), _slowed(judged), _meaning(judged), rate) if text]
+    texts = (_faults(judged), _unchecked(judged), _reruns(judged), _slowed(judged), _meaning(judged), rate)
+    lines += [text for text in texts if text]
     return "\n".join(lines)
 
 

@@ -134,7 +134,10 @@ CASES = {
     Fault.LOSSES: (lambda run: change(run, cycles=[5], losses=[1.0, 0.6]), "its losses in cycle 5 differ"),
     Fault.MOVEMENT: (lambda run: change(run, cycles=[5], moved=[0.5]), "cycle 5 moved the training state 0.50 times"),
     Fault.NOT_WATCHED: (lambda run: change(run, moved=[0.0]), "no watched tensor"),
-    Fault.BELOW_BUSY: (lambda run: working(run, busy_ms=10.6), "takes 10.00 ms, its kernels keep the GPU busy for 10.60"),
+    Fault.BELOW_BUSY: (
+        lambda run: working(run, busy_ms=10.6),
+        "takes 10.00 ms, its kernels keep the GPU busy for 10.6",
+    ),
     Fault.ABOVE_CEILING: (above, "it gains 2.00x with the kernels of eager, which allow 1.25x at most"),
     Fault.NO_KERNELS: (lambda run: working(run, kernels=None), "the profile of graph_layer has no kernels"),
     Fault.AUDIT: (lambda run: audited(run, losses=[1.0, 0.502]), "losses differ by 4.0e-03 from those of eager in a"),
