@@ -104,7 +104,7 @@ def _build_report(name: str, judged: Judged) -> str:
     if not any(variant.blocks for variant in build.variants.values()):
         return _faults(judged)
     lines = [f"{build_title(name, build.fields, build.apart)}:"] if name else []
-    number = max(cycle.busy_processes for cycle in build.cycles)
+    number = max((cycle.busy_processes for cycle in build.cycles), default=0)
     for busy in sorted({bool(cycle.busy_processes) for cycle in build.cycles}):
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(judged, busy)

@@ -219,7 +219,7 @@ def test_a_name_cannot_break_a_file(tmp_path):
 
 
 def test_odd_numbers_and_long_names_are_drawn(tmp_path):
-    put(tmp_path, 0, model=OWN_STEP, label="x" * 100, ms={"eager": 5e3, "graph_layer": 0.5}, issue=(1.0, 3.0))
+    put(tmp_path, 0, model=OWN_STEP, label="x" * 100, ms={"eager": 5e3, "graph_layer": 0.5}, issue=(1.0, 0.5))
     put(tmp_path, 1, model="y" * 100, ms={"eager": 0.5, "graph_layer": 5e3}, issue=(1.0, 0.4))
     put(tmp_path, 2, ms={"eager": 10.0, "graph_layer": 10.0}, issue=(1.0, 10.0))
     assert_inside_and_apart(page_of(tmp_path), "gain")

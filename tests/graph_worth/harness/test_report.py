@@ -8,6 +8,7 @@ import pytest
 from graph_worth.folders import ROOT
 from graph_worth.harness import report
 from graph_worth.harness.files.facts import Alone, Raised
+from graph_worth.harness.pages import run_table
 from tests.helpers import browser
 from tests.helpers.made_run import made_run, put
 
@@ -181,3 +182,9 @@ def test_keys_and_the_pointer_name_a_block_on_a_light_and_a_dark_page(tmp_path, 
     assert seen["near"] == "graph_layer, cycle 1: 8.00 ms" and seen["escaped"] and seen["far"]
     assert seen["paper"] == ("rgb(13, 17, 23)" if is_dark else "rgb(255, 255, 255)")
     assert ("74,159,220" in seen["inks"], "27,108,168" in seen["inks"]) == (is_dark, not is_dark)
+
+
+def test_a_file_without_its_cycles_has_a_table():
+    run = made_run()
+    run.builds[""].cycles = []
+    assert run_table.report(run).startswith("not checked: eager (no audits, no control)\n")
