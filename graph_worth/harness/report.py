@@ -16,7 +16,7 @@ from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged
 from graph_worth.harness.pages import web
 from graph_worth.harness.pages.cells import milliseconds
-from graph_worth.harness.pages.run_table import build_title, busy_sentence, cells_of, on_a_cpu, rates
+from graph_worth.harness.pages.run_table import build_title, busy_sentence, cells_of, on_a_cpu, rates, unchecked
 
 WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}
 
@@ -45,6 +45,7 @@ def _build(name: str, judged: Judged) -> dict:
         "rows": rows,
         "has_memory": any(row["cells"]["GiB"] for row in rows),
         "faults": [(variant_name, verdict) for variant_name, verdict in judged.verdicts.items() if verdict.reason],
+        "unchecked": unchecked(judged).splitlines(),
         "why": _why(judged, best["name"] if best else ""),
         "rates": rates(judged),
     }

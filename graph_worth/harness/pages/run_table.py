@@ -109,7 +109,7 @@ def _build_report(name: str, judged: Judged) -> str:
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(judged, busy)
     rate = textwrap.fill(rates(judged), WIDTH) if run.model == OWN_STEP or build.flops_notes else ""
-    texts = (_faults(judged), _unchecked(judged), _reruns(judged), _slowed(judged), _meaning(judged), rate)
+    texts = (_faults(judged), unchecked(judged), _reruns(judged), _slowed(judged), _meaning(judged), rate)
     lines += [text for text in texts if text]
     return "\n".join(lines)
 
@@ -188,8 +188,8 @@ def _faults(judged: Judged) -> str:
     return "\n".join(map(printable, lines))
 
 
-def _unchecked(judged: Judged) -> str:
-    """Return lines that say what no check looked at, of the variants in the table."""
+def unchecked(judged: Judged) -> str:
+    """Return lines that say what no check looked at in the variants of the table."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name in filter(judged.passed, judged.verdicts):
         alike[judged.unchecked(name)].append(name)

@@ -187,4 +187,5 @@ def test_keys_and_the_pointer_name_a_block_on_a_light_and_a_dark_page(tmp_path, 
 def test_a_file_without_its_cycles_has_a_table():
     run = made_run()
     run.builds[""].cycles = []
+    assert ">not checked: eager (no audits, no control)<" in report.page_of(run)
     assert run_table.report(run).startswith("not checked: eager (no audits, no control)\n")
