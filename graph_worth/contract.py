@@ -184,7 +184,8 @@ def variant(
                 other variant: for code that changes the process in which others are timed, as a compiler's.
             traits: name -> text of what sets the variant apart from the model's other ones: layer, arithmetic, batches
                 (ratios are formed between variants of equal ones), kernels (where they round otherwise than those of
-                the reference), extra_work (of an eager: beside what eager does, so it should never be the fastest), and
+                the reference), extra_work (of an eager: beside what eager does, so it should never be the fastest),
+                draws (of a reference of its own: where it draws other random numbers than eager, so losses differ), and
                 part (of a graph: the small part of a step that it holds by choice).
             formerly: an earlier name of the variant.
     """

@@ -121,7 +121,7 @@ def eager_step(state: State, index: int, fit=None):
     help="eager with batches padded to the graphs' shapes: graph_networks and graph_step must equal it",
     reference="eager_padded",
     parity="bitwise",
-    traits={"extra_work": "computes the padding of the graphs' shapes"},
+    traits={"extra_work": "computes the padding of the graphs' shapes", "draws": "dropout of padded shapes"},
     headline=True,
 )
 def padded_step(state: State, index: int):

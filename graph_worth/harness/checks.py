@@ -109,13 +109,16 @@ def fault_of(run: Run, build: Build, name: str) -> Found | None:
 def reference_of(build: Build, name: str) -> str:
     """Return the variant that a variant's training is compared with: the declared one, or the anchor for a reference.
 
-    Several eagers may each have graphs. One that is compared with itself alone would hide what all of them share.
+    A reference that declares that it draws other random numbers, and does, is compared with itself; judge.py says so.
     """
     variant, anchor = build.variants[name], build.variants.get(build.anchor)
     is_last = build.variants.get(variant.reference, variant).reference == name
-    if is_last and anchor is not None and anchor is not variant and anchor.reference != name:
-        return build.anchor
-    return variant.reference
+    if not is_last or anchor is None or anchor is variant or anchor.reference == name:
+        return variant.reference
+    courses = zip((*variant.parity[:1], *variant.after[:1]), (*anchor.parity[:1], *anchor.after[:1]), strict=False)
+    deviations = [loss_deviation(a.losses, b.losses) for a, b in (*compared(variant, anchor), *courses)]
+    is_other = any(deviation is None or deviation > LARGEST_OF_ONE_BLOCK for deviation in deviations)
+    return variant.reference if is_other and "draws" in variant.traits else build.anchor
 
 
 def _quiet(variant: Variant) -> list[Block]:

@@ -164,6 +164,10 @@ class Judged:
         reference = build.variants.get(checks.reference_of(build, name), anchor)
         if variant is not anchor and not checks.compared(variant, reference):
             missing.append("no losses of blocks compared")
+        for last in dict.fromkeys((name, variant.reference)):
+            drawing = build.variants.get(last)
+            if drawing is not None and "draws" in drawing.traits and checks.reference_of(build, last) == last:
+                missing.append(f"the losses of {last}, which draws other random numbers than {build.anchor}")
         if control is None or not control.blocks:
             missing.append("no control")
         if self.run.device == "cuda" and variant.kind == "graph" and self.ceiling_of(name) == Noted():

@@ -286,6 +286,21 @@ def test_a_reference_is_compared_with_the_base_and_its_graphs_fail_with_it(trait
     assert verdict(run).fault == Fault.NOT_COMPARED and "its reference eager_twin failed" in verdict(run).reason
 
 
+def test_a_reference_that_draws_other_numbers_is_named_where_it_does():
+    """RNN-T's padded shapes: dropout draws other numbers for them, and at `bench` there is no padding."""
+    draws = {"draws": "dropout of padded shapes"}
+    run = referring(eagers(eager_twin=10.5), traits=draws)
+    assert "eager_twin" not in unchecked(run)
+    for name in ("eager_twin", "graph_layer"):
+        change(run, name, losses=[1.0, 0.6])
+    said = "the losses of eager_twin, which draws other random numbers than eager"
+    assert verdict(run).fault is verdict(run, "eager_twin").fault is None
+    assert said in unchecked(run) and said in unchecked(run, "eager_twin") and said not in unchecked(run, "eager")
+    assert verdict(change(run, losses=[1.0, 0.5])).fault == Fault.LOSSES
+    run = referring(eagers(eager_twin=10.5), traits=draws, parity=course(1.02) * 2)
+    assert verdict(run, "eager_twin").fault is None and said in unchecked(run, "eager_twin")
+
+
 def test_the_courses_of_a_reference_are_compared_with_the_bases():
     for when, fault in (("parity", Fault.PARITY), ("after", Fault.PARITY_AFTER)):
         run = referring(eagers(eager_twin=10.5), **{when: course(1.01) * 2})
