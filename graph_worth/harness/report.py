@@ -45,7 +45,7 @@ def _build(name: str, judged: Judged) -> dict:
         "rows": rows,
         "has_memory": any(row["cells"]["GiB"] for row in rows),
         "faults": [(variant_name, verdict) for variant_name, verdict in judged.verdicts.items() if verdict.reason],
-        "unchecked": unchecked(judged).splitlines(),
+        "unchecked": unchecked(judged),
         "why": _why(judged, best["name"] if best else ""),
         "rates": rates(judged),
     }

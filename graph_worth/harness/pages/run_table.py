@@ -109,7 +109,8 @@ def _build_report(name: str, judged: Judged) -> str:
         lines += [f"beside {number} busy processes:" if busy else "quiet cycles:"] if number else []
         lines += _table(judged, busy)
     rate = textwrap.fill(rates(judged), WIDTH) if run.model == OWN_STEP or build.flops_notes else ""
-    texts = (_faults(judged), unchecked(judged), _reruns(judged), _slowed(judged), _meaning(judged), rate)
+    not_checked = "\n".join(textwrap.fill(line, WIDTH) for line in unchecked(judged))
+    texts = (_faults(judged), not_checked, _reruns(judged), _slowed(judged), _meaning(judged), rate)
     lines += [text for text in texts if text]
     return "\n".join(lines)
 
@@ -188,13 +189,12 @@ def _faults(judged: Judged) -> str:
     return "\n".join(map(printable, lines))
 
 
-def unchecked(judged: Judged) -> str:
+def unchecked(judged: Judged) -> list[str]:
     """Return lines that say what no check looked at in the variants of the table."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name in filter(judged.passed, judged.verdicts):
         alike[judged.unchecked(name)].append(name)
-    lines = (f"not checked: {', '.join(names)} ({text})" for text, names in alike.items() if text)
-    return "\n".join(map(printable, lines))
+    return [printable(f"not checked: {', '.join(names)} ({text})") for text, names in alike.items() if text]
 
 
 def _reruns(judged: Judged) -> str:
