@@ -115,8 +115,9 @@ def reference_of(build: Build, name: str) -> str:
     is_last = build.variants.get(variant.reference, variant).reference == name
     if not is_last or anchor is None or anchor is variant or anchor.reference == name:
         return variant.reference
-    courses = zip((*variant.parity[:1], *variant.after[:1]), (*anchor.parity[:1], *anchor.after[:1]), strict=False)
-    deviations = [loss_deviation(a.losses, b.losses) for a, b in (*compared(variant, anchor), *courses)]
+    deviations = [loss_deviation(a.losses, b.losses) for a, b in compared(variant, anchor)]
+    for courses, others in ((variant.parity, anchor.parity), (variant.after, anchor.after)):
+        deviations += [loss_deviation(a.losses, b.losses) for a, b in zip(courses[:1], others[:1], strict=False)]
     is_other = any(deviation is None or deviation > LARGEST_OF_ONE_BLOCK for deviation in deviations)
     return variant.reference if is_other and "draws" in variant.traits else build.anchor
 
