@@ -221,6 +221,12 @@ def test_a_graph_of_the_same_program_gains_no_more_than_its_ceiling(ms, kernels,
     assert not any(own["graph_layer"].fault for own in [judge.judged(above(made_run(gpus=()), ms))[""].verdicts])
 
 
+def test_a_base_that_is_busy_for_longer_than_its_step_allows_a_gain_of_5_percent():
+    run = working(working(made_run(), "eager", busy_ms=10.4), busy_ms=9.0)
+    assert verdict(lasting(run, 9.6)).fault is None
+    assert verdict(lasting(run, 9.5)).fault == Fault.ABOVE_CEILING
+
+
 def test_beside_busy_processes_the_ceiling_is_that_of_these_cycles():
     run = working(made_run(busy=16, ms={"eager": [10.0, 20.0]}), "eager", busy_ms=8.0)
     assert verdict(lasting(working(run, busy_ms=5.0), 8.0)).fault is None
@@ -240,6 +246,8 @@ def test_a_compiled_graph_has_the_ceiling_of_the_compiled_program():
 def test_no_step_is_shorter_than_its_own_work_not_even_eagers():
     assert verdict(working(made_run(), busy_ms=10.5)).fault is None
     assert verdict(working(made_run(gpus=()), busy_ms=99.0)).fault is None
+    run = lasting(working(made_run(busy=16), busy_ms=10.0), 9.4, cycles=range(1, 16, 2))
+    assert verdict(run).fault == Fault.BELOW_BUSY
     run = working(working(made_run(), "eager", busy_ms=10.6), busy_ms=9.0)
     assert verdict(run, "eager").fault == Fault.BELOW_BUSY and judge.judged(run)[""].base == ""
     twin = working(eagers(eager_twin=9.0), "eager_twin", busy_ms=9.6)
