@@ -26,6 +26,8 @@ import pandas as pd
 from pandas import DataFrame
 
 from benchmarks import archive as archive_file
+from benchmarks import corrections as corrections_file
+from benchmarks.corrections import Corrections
 from graph_worth.folders import ROOT
 from graph_worth.harness import command, intervals
 from graph_worth.harness.command import RUNS, Mistake, shown
@@ -35,6 +37,17 @@ from graph_worth.harness.files.workload import Workload, build_of, workload_of
 from graph_worth.harness.intervals import Ratio
 from graph_worth.harness.judge import ESTIMATED, PASS, Judged, Noted, judged
 from graph_worth.harness.pages.cells import GIB, NO_CEILING, counted, gib
+from graph_worth.harness.standing import (
+    ASIDE,
+    BESIDE,
+    COUNTED,
+    UNKNOWN,
+    Standing,
+    is_light,
+    no_headline,
+    of_few_cycles,
+    standing_of,
+)
 
 # Ends the label of a user's step that a newer run measured with another file.
 EARLIER = ", earlier file"
@@ -42,6 +55,8 @@ EARLIER = ", earlier file"
 WIDE_SPREAD = 0.10
 OF_ONE_RUN = ("low", "high", "control_ratio", "control_half_width", "base_fastest_ms", "base_slowest_ms")
 TEXT, NUMBER, COUNT, FLAG = "string", "float64", "Int64", "boolean"
+# A row shows the first of these that it has; the others stand beside it.
+TIERS = {**dict.fromkeys(COUNTED, 0), BESIDE: 1, ASIDE: 2}
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,7 @@ class _Point:
     run: Run
     first: Judged
     judged: Judged
+    standing: Standing
     workload: Workload
     process: str
     name: str
@@ -96,10 +112,6 @@ class _Point:
     @property
     def base_times(self) -> list[float]:
         return [block.mean_ms for block in self.judged.blocks(self.base or "", self.workload.busy > 0)]
-
-    @property
-    def others(self) -> int:
-        return max((cycle.others or 0 for cycle in self.judged.build.cycles), default=0)
 
     @property
     def is_committed(self) -> bool:
@@ -183,8 +195,10 @@ COLUMNS = {
     "alone_bytes": Column(COUNT, "memory alone in a process", lambda at: at.judged.alone_bytes(at.name)),
     "added_bytes": Column(COUNT, "that less the base's", lambda at: at.judged.added_bytes(at.name)),
     "steps_bytes": Column(COUNT, "without captures", lambda at: at.judged.added_bytes_in_steps(at.name)),
-    "others": Column(COUNT, "benchmarks on other GPUs", lambda at: at.others),
-    "slowed": Column(NUMBER, "base's step / its step alone; 0 if no longer", lambda at: at.judged.slowed),
+    "standing": Column(TEXT, "quiet, unknown, beside other work, aside (in no range)", lambda at: at.standing.kind),
+    "standing_reason": Column(TEXT, "why it is not quiet", lambda at: at.standing.text),
+    "light": Column(FLAG, "few cycles, or a census", lambda at: at.ratio and is_light(at.judged, at.ratio.cycles)),
+    "alone_ratio": Column(NUMBER, "base's step / its step alone in a process", lambda at: at.judged.alone_ratio),
     "control_ratio": Column(NUMBER, "ratio of the run's control", lambda at: at.control and at.control.ratio),
     "control_half_width": Column(NUMBER, "half its interval", lambda at: at.control and at.control.half_width),
     "base_fastest_ms": Column(NUMBER, "of the base's fastest block", lambda at: min(at.base_times, default=None)),
@@ -223,7 +237,7 @@ class Row(NamedTuple):
     kind: str
     base: str  # "" where no eager passed
     control: bool
-    headline: bool  # `make bench` measures it by default, and no run slowed its base
+    headline: bool  # `make bench` measures it by default, a full run opened the row, and its runs count
     status: str
     reason: str
     parity: str
@@ -236,6 +250,10 @@ class Row(NamedTuple):
     gain: float | None  # base ms / ms of one host, of several the geometric mean
     gain_low: float | None
     gain_high: float | None
+    standing: str  # of the runs in the numbers: quiet or unknown where there are any, else beside, else aside
+    beside_low: float | None  # gains beside other work, where the numbers are of quiet hosts
+    beside_high: float | None
+    beside_hosts: int
     interval_low: float | None  # 95 % interval of a row with one run on one host
     interval_high: float | None
     ceiling: float | None
@@ -246,7 +264,8 @@ class Row(NamedTuple):
     cycles: int  # of all runs
     hosts: int  # with those of the archive
     archived_hosts: int
-    runs: int  # runs with a ratio
+    unknown_hosts: int  # their files do not tell of other work
+    runs: int  # runs with a ratio that counts
     issue_ms: float | None
     base_issue_ms: float | None
     busy_ms: float | None
@@ -317,7 +336,9 @@ def load(root: Path) -> Results:
     """Return every run below a folder with all its tables."""
     runs, faults = _runs_of(root)
     archived, damaged = _archive_of(root)
-    return Results(root, runs, [*faults, *damaged], archived, measured(points_of(runs)))
+    corrections = corrections_file.read(root)
+    faults += [*damaged, *corrections.faults([run for _, run in runs])]
+    return Results(root, runs, faults, archived, measured(points_of(runs, corrections)))
 
 
 def _runs_of(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
@@ -344,7 +365,7 @@ def read(root: Path | str) -> DataFrame:
     """
     if not Path(root).is_dir():
         raise FileNotFoundError(errno.ENOENT, "No such folder", str(root))
-    return points_of(_runs_of(Path(root))[0])
+    return points_of(_runs_of(Path(root))[0], corrections_file.read(Path(root)))
 
 
 def faults(root: Path | str) -> DataFrame:
@@ -375,7 +396,7 @@ def _archive_of(root: Path) -> tuple[DataFrame, list[str]]:
     return table.astype({name: COLUMNS[name].type for name in WORKLOAD} | types), damaged
 
 
-def points_of(runs: Iterable[tuple[Path, Run]]) -> DataFrame:
+def points_of(runs: Iterable[tuple[Path, Run]], corrections: Corrections = corrections_file.NONE) -> DataFrame:
     """Return a row for each build, number of busy processes and variant of runs, with `COLUMNS`."""
     points: list[_Point] = []
     for path, run in runs:
@@ -383,12 +404,13 @@ def points_of(runs: Iterable[tuple[Path, Run]]) -> DataFrame:
         first = next(iter(builds.values()), None)
         seen: set[tuple[Workload, str]] = set()
         for name, build in builds.items():
+            standing = standing_of(build, corrections.of(run))
             numbers = {block.busy_processes for facts in build.build.variants.values() for block in facts.blocks}
             for busy in sorted({0, *numbers}):
                 where = workload_of(run, name, busy)
                 # Variants that stand apart have an eager of their own, which is a row where no other one is.
                 new = [
-                    _Point(path, run, first or build, build, where, name, variant)
+                    _Point(path, run, first or build, build, standing, where, name, variant)
                     for variant, facts in build.build.variants.items()
                     if not (variant == run.control and not facts.blocks) and (not busy or build.blocks(variant, True))
                     if (where, variant) not in seen
@@ -433,11 +455,15 @@ def measured(points: DataFrame) -> DataFrame:
     return order.sort_values("row", kind="stable").drop(columns=["place", "first", "runs", "first_of_base"])
 
 
+def _tier(points: DataFrame) -> pd.Series:
+    return points["standing"].map(TIERS).astype("int64")
+
+
 def newest(points: DataFrame) -> DataFrame:
-    """Return the point of the latest run of each row, timed ones first, by number of the row."""
-    order = points.assign(passed=points["status"] == PASS)
-    order = order.sort_values(["passed", "begin_utc"], ascending=False, kind="stable")
-    return order.drop_duplicates("row").drop(columns="passed").set_index("row").sort_index()
+    """Return the point of the latest run of each row, timed ones and those that count first, by number of the row."""
+    order = points.assign(passed=points["status"] == PASS, tier=_tier(points))
+    order = order.sort_values(["passed", "tier", "begin_utc"], ascending=[False, True, False], kind="stable")
+    return order.drop_duplicates("row").drop(columns=["passed", "tier"]).set_index("row").sort_index()
 
 
 def timed(points: DataFrame) -> DataFrame:
@@ -445,11 +471,24 @@ def timed(points: DataFrame) -> DataFrame:
     return points[points["ratio"].notna()]
 
 
+def in_numbers(points: DataFrame) -> DataFrame:
+    """Return the points in a row's numbers: those that count; where none does, those beside other work, then all."""
+    tier = _tier(points)
+    return points[tier == tier.groupby(points["row"]).transform("min")]
+
+
 def host_means(points: DataFrame) -> DataFrame:
     """Return the means of each row on each host, over its runs there."""
     by_host = timed(points).groupby(["row", "host"], sort=False)
-    means = by_host.agg(base_ms=("base_ms", geometric_mean), ms=("variant_ms", geometric_mean)).reset_index()
+    means = by_host.agg(
+        base_ms=("base_ms", geometric_mean), ms=("variant_ms", geometric_mean), standing=("standing", "min")
+    ).reset_index()
     return means.assign(archived=False, gain=means["base_ms"] / means["ms"])
+
+
+def beside(points: DataFrame) -> DataFrame:
+    """Return the means of each row on hosts beside other work."""
+    return host_means(points[points["standing"] == BESIDE])
 
 
 def hosts(points: DataFrame, archived: DataFrame) -> DataFrame:
@@ -457,7 +496,7 @@ def hosts(points: DataFrame, archived: DataFrame) -> DataFrame:
 
     Hosts of the archive count where the base makes the same kernels as in the row's newest run.
     """
-    means, latest = host_means(points), newest(points).reset_index()
+    means, latest = host_means(in_numbers(timed(points))), newest(points).reset_index()
     # The archive's builds are of one preset.
     same = ["gpu", "ranks", "model", "preset", "label", "busy_processes"]
     old = archived[(archived["build"] == "") & (archived["digest"] == "")]
@@ -469,7 +508,9 @@ def hosts(points: DataFrame, archived: DataFrame) -> DataFrame:
     pairs = pairs.merge(bases, on=[*same, "host", "base"])
     pairs = pairs[(pairs["kernels"] / pairs["base_kernels"] - 1).abs() <= archive_file.SAME_KERNELS]
     pairs = pairs[["row", "host", "old_base_ms", "ms"]].rename(columns={"old_base_ms": "base_ms"})
-    pairs = pairs.assign(archived=True, gain=pairs["base_ms"] / pairs["ms"])
+    pairs = pairs.assign(archived=True, gain=pairs["base_ms"] / pairs["ms"], standing=UNKNOWN)
+    # An archived host counts, so nothing that does not count stands beside it in the numbers.
+    means = means[means["standing"].isin(COUNTED) | ~means["row"].isin(pairs["row"])]
     every = pd.concat([means, pairs]) if len(pairs) else means
     return every.drop_duplicates(["row", "host"]).sort_values("row", kind="stable").reset_index(drop=True)
 
@@ -490,6 +531,8 @@ def _over(hosts: DataFrame) -> DataFrame:
         gain=("gain", geometric_mean),
         hosts=("host", "size"),
         archived_hosts=("archived", "sum"),
+        unknown_hosts=("unknown", "sum"),
+        standing=("standing", "min"),
         **parts,
     )
 
@@ -502,7 +545,8 @@ def _worst_note(notes: pd.Series) -> str:
 
 def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
     """Return the points of `measured` over hosts and runs, with the columns of `Row`."""
-    latest, passed, with_ratio = newest(points), points[points["status"] == PASS], timed(points)
+    latest, passed, every_ratio = newest(points), in_numbers(points[points["status"] == PASS]), timed(points)
+    with_ratio = in_numbers(every_ratio)
     with_memory = points[points["alone_bytes"].notna()]
     memory = newest(with_memory)[["run", "path", "alone_bytes", "added_bytes", "steps_bytes"]]
     medians = passed.groupby("row").agg(
@@ -513,29 +557,48 @@ def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
     )
     sums = with_ratio.groupby("row").agg(
         cycles=("cycles", "sum"),
+        most_cycles=("cycles", "max"),
         runs=("run", "size"),
         is_apart=("apart", "any"),
-        most_slowed=("slowed", "max"),
-        most_others=("others", "max"),
         **{name: (name, "first") for name in OF_ONE_RUN},
     )
-    sums["beside"] = with_ratio["others"].gt(0).groupby(with_ratio["row"]).sum()
-    over = _over(host_means(points) if archived is None else hosts(points, archived))
-    parts = [medians, over, sums, memory.rename(columns={"run": "memory_run", "path": "memory_path"})]
+    host_table = host_means(with_ratio) if archived is None else hosts(points, archived)
+    is_unknown = (host_table["standing"] == UNKNOWN) & ~host_table["archived"].astype(bool)
+    over = _over(host_table.assign(unknown=is_unknown))
+    gains = beside(points).groupby("row")["gain"]
+    gains = gains.agg(beside_low="min", beside_high="max", beside_hosts="size")
+    gains = gains[gains.index.isin(over.index[over["standing"].isin(COUNTED)])]
+    parts = [medians, over, sums, gains, memory.rename(columns={"run": "memory_run", "path": "memory_path"})]
     table = latest.rename(columns={"base_ms": "newest_base_ms"})
     for part in parts:
         table = table.drop(columns=part.columns, errors="ignore").join(part)
     table["is_committed"] = points.groupby("row")["committed"].all()
-    counts = {name: table[name].fillna(0).astype(COUNT) for name in ("cycles", "runs", "hosts", "archived_hosts")}
-    table = table.assign(**counts)
+    numbers = ("cycles", "runs", "hosts", "archived_hosts", "unknown_hosts", "beside_hosts")
+    table = table.assign(**{name: table[name].fillna(0).astype(COUNT) for name in numbers})
     has_interval = (table["runs"] == 1) & (table["archived_hosts"] == 0) & (table["cycles"] > 1)
     table["interval_low"], table["interval_high"] = table["low"].where(has_interval), table["high"].where(has_interval)
     table["ms"] = table["ms_over_hosts"].fillna(table["ms"].where(table["status"] == PASS))
-    table["headline"] &= table["slowed"] == 0
+    is_opened = table.index.isin(opened(points)) | (table["archived_hosts"] > 0)
+    table["is_opened"] = is_opened | ~table.index.isin(every_ratio["row"])
+    table["headline"] &= table["is_opened"] & table["standing"].isin(COUNTED)
+    table["standing"] = table["standing"].fillna("")
+    table["aside"] = _aside(every_ratio)
     for name in ("run", "path"):
         table[f"memory_{name}"] = table[f"memory_{name}"].fillna(table[name])
     table["note"] = pd.Series([_note(row) for row in _plain(table)], index=table.index, dtype=TEXT)
     return table.reset_index()[list(Row._fields)]
+
+
+def opened(points: DataFrame) -> pd.Series:
+    """Return the rows that a full run opened; a light one adds a host to them, and is no headline by itself."""
+    return points["row"][points["ratio"].notna() & ~points["light"].fillna(True).astype(bool)]
+
+
+def _aside(points: DataFrame) -> pd.Series:
+    """Of each row: the reasons of timed runs that neither count nor are beside other work, newest first."""
+    table = points[points["standing"] == ASIDE].sort_values("begin_utc", ascending=False, kind="stable")
+    reasons = table.groupby("row")["standing_reason"]
+    return reasons.unique().map(", ".join).astype(TEXT)
 
 
 def _plain(table: DataFrame) -> list:
@@ -569,11 +632,12 @@ def _note(row) -> str:
         fastest, slowest = row.base_fastest_ms, row.base_slowest_ms
         if row.runs == 1 and fastest is not None and slowest > (1 + WIDE_SPREAD) * fastest:
             texts.append(f"{row.base} {digits(fastest)} to {digits(slowest)} ms")
-        if row.beside:
-            runs = "" if row.runs == 1 else f"{row.beside} of {row.runs} runs "
-            most = "up to " * (row.runs > 1) + counted(row.most_others, "benchmark")
-            texts.append(f"{runs}beside {most} on other GPUs")
-        texts.append(f"{row.base} slowed {row.most_slowed:.2f} times in a run" if row.most_slowed else "")
+        reasons = [] if row.is_opened else [of_few_cycles(row.most_cycles)]
+        if row.standing == BESIDE:
+            reasons.append(row.standing_reason if row.runs == 1 else "beside other work")
+        reasons += [row.aside] if row.standing == ASIDE else []
+        texts += [no_headline("; ".join(reasons))]
+        texts += [f"not counted: {row.aside}"] if row.aside and row.standing != ASIDE else []
         added, steps = row.added_bytes or 0, row.steps_bytes
         if added >= GIB / 2:
             is_brief = steps is not None and added - steps >= GIB / 2

@@ -1,4 +1,4 @@
-"""Write results/overview.md and .csv, and the tables in READMEs, from the run files: make readme.
+"""Write results/overview.md, .csv and corrections.md, and the tables in READMEs, from the run files: make readme.
 
 Exit status: 0; 1 where a run file could not be read, which is named.
 """
@@ -10,8 +10,9 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from benchmarks import frame
+from benchmarks import corrections, frame
 from benchmarks.compare import found_in
+from benchmarks.corrections import Corrections
 from benchmarks.frame import Results
 from benchmarks.pages import readme, tables
 from benchmarks.pages.markdown import in_markdown
@@ -21,6 +22,7 @@ from graph_worth.harness import command
 from graph_worth.harness.command import shown
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages.cells import counted
+from graph_worth.harness.standing import NOTE
 
 # A table for people has at most eight columns.
 TIME = ("workload", "variant", "typical ms", "issue ms", "busy ms", "reached", "kernels", "in graphs")
@@ -71,6 +73,25 @@ def page_of(results: Results, page: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def corrections_page(corrections: Corrections) -> str:
+    """The text of corrections.md."""
+    cells = [
+        [entry.file, "" if entry.kind == NOTE else entry.kind, entry.says, entry.correct]
+        for entry in corrections.published
+    ]
+    parts = [
+        "# Corrections",
+        "## Published runs",
+        "Published files never change. This table corrects what some of them say. Runs that are *disturbed*, *unclean* "
+        "or *superseded* are in no headline: [the rule](../docs/method.md#quiet-hosts-and-busy-ones).",
+        tables.markdown(["File", "Reason", "The file says", "Correct"], cells),
+    ]
+    for sentences in corrections.pages:
+        parts += [f"## {sentences.title}", *([sentences.text] if sentences.text else [])]
+        parts.append(tables.markdown(["The page said", "Correct", "Now"], [[*row] for row in sentences.rows]))
+    return "\n\n".join(parts) + "\n"
+
+
 def _hosts(results: Results) -> str:
     """The table of hosts whose runs have the times of single calls; "" without any."""
     by_boot: dict[str | None, list] = {}
@@ -105,6 +126,8 @@ def wanted(results: Results, root: Path = ROOT) -> dict[Path, str]:
     """Every file that is not what the runs say, with its right text."""
     page, sheet = results.root / "overview.md", results.root / "overview.csv"
     texts = {page: page_of(results, page), sheet: tables.as_csv(results.rows)}
+    known = corrections.read(results.root)
+    texts |= {results.root / "corrections.md": corrections_page(known)} if known.is_of_root else {}
     texts = {path: text for path, text in texts.items() if not path.exists() or path.read_text() != text}
     return texts | readme.changed(results, root)
 

@@ -12,7 +12,8 @@ from benchmarks.pages import headlines
 from benchmarks.pages.headlines import Headline, HostMeans
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.intervals import NEAR
-from graph_worth.harness.pages.cells import counted, span
+from graph_worth.harness.pages.cells import counted
+from graph_worth.harness.standing import COUNTED
 
 TICKS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
 # Inches.
@@ -27,14 +28,17 @@ def gain(results: Results) -> Page:
     lines = headlines.of(results)
     if not lines:
         raise NotDrawn("no graph on a GPU has a gain")
-    reached = results.points[results.points["reached"].notna() & (results.points["busy_processes"] == 0)]
+    counts = results.points["standing"].isin(COUNTED) & (results.points["busy_processes"] == 0)
+    reached = results.points[results.points["reached"].notna() & counts]
     reached = reached.assign(short=reached["gpu"].map(headlines.short), gain=reached["ceiling"] * reached["reached"])
     names = {gpu.gpu for line in lines for gpu in line.gpus} | {*reached["short"]}
     gpus = {name: MARKS[index % len(MARKS)] for index, name in enumerate(sorted(names, reverse=True))}
-    note = "Left: a mark is one host's mean step, over the graph's median with that GPU. Right: a mark is a graph in "
-    note += "one run; the line is its ceiling, the eager step / the time that the GPU is busy in it."
+    note = "Runs beside other work are left out. Left: a mark is one host's mean step, over the graph's median with "
+    note += "that GPU. Right: a mark is a graph in one run; the line is its ceiling, the eager step / the time that "
+    note += "the GPU is busy in it."
     height = max(ROW * len(lines), TALL + 0.55 + 0.2 * (len(gpus) + 3))
-    used = [run for _, run in results.runs if run.device == "cuda"]
+    drawn = {*reached["run"], *headlines.points(results)["run"]}
+    used = [run for _, run in results.runs if run.id in drawn]
     page = Page(title_of(lines), note, _footer(used, lines), height + 0.55)
     _hosts(page, lines, gpus)
     _ceilings(page, reached, gpus)
@@ -78,7 +82,7 @@ def _hosts(page: Page, lines: Sequence[Headline], gpus: dict[str, str]) -> None:
         top = index * ROW
         if index:
             axes.axhline(top, color=style.GRID, linewidth=0.7)
-        text = span(*line.gain, ".2f", "x")
+        text = ", ".join(gain.span for gain in line.gains)
         room = LEFT - page.MARGIN - style.width_of(text, SMALL) - 0.2
         page.text(page.MARGIN, 0.1 + top + NAME_Y, _fitting(line, room), va="center", fontsize=9, fontweight="bold")
         page.text(LEFT, 0.1 + top + NAME_Y, text, va="center", ha="right", fontsize=SMALL)
@@ -156,10 +160,10 @@ def _ticks(axis, limits: tuple[float, float], most: float) -> None:
 
 
 def _footer(used: Sequence[Run], lines: Sequence[Headline]) -> str:
-    """Return number of measured workloads, hosts, days and versions of torch."""
+    """Return number of runs, hosts, days and versions of torch."""
     torch = sorted({str(run.versions["torch"]) for run in used if run.versions.get("torch")})
     days = sorted({run.begin_utc[:10] for run in used})
-    text = f"{counted(len(used), 'workload')} on {counted(len({run.host.boot for run in used}), 'host')}"
+    text = f"{counted(len(used), 'run')} on {counted(len({run.host.boot for run in used}), 'host')}"
     archived = {host.host for line in lines for host in line.hosts if host.archived}
     text += f", {len(archived)} archived" if archived else ""
     text += "; " + " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""

@@ -9,6 +9,7 @@ from benchmarks.figures.style import KINDS, SMALL, NotDrawn, Page
 from benchmarks.frame import Results
 from graph_worth.harness.judge import PASS, Judged
 from graph_worth.harness.pages.cells import counted
+from graph_worth.harness.standing import COUNTED
 
 ROW, NAMES = 0.24, 3.0  # inches
 
@@ -17,6 +18,7 @@ def ranks(results: Results) -> Page:
     """Draw each variant's 5th to 95th percentile over its mean step; raise NotDrawn without several ranks."""
     points = results.points[(results.points["gpu"] != "CPU") & (results.points["ranks"] > 1)]
     points = points[(points["busy_processes"] == 0) & ~points["control"] & (points["status"] == PASS)]
+    points = points[points["standing"].isin(COUNTED)]
     points = points.assign(graph=points["kind"] != "eager").sort_values(["workload", "run", "graph", "variant"])
     ends_of = [(point, _ends(results.judged[point.run, point.process], point.variant)) for point in points.itertuples()]
     lines = [(point, percentiles) for point, percentiles in ends_of if percentiles]
@@ -28,10 +30,13 @@ def ranks(results: Results) -> Page:
     }
     title = f"On several GPUs an eager step varies by up to {100 * widest['eager']:.0f} %, "
     title += f"a graph's by up to {100 * widest['graph']:.0f} %"
-    note = "Grey eager, blue graphs: a bar goes from the 5th to the 95th percentile of a run's steps over their mean. "
-    note += (
-        "They vary by its end / its begin. Where buffers are static some steps run again: such variants are left out."
+    note = (
+        "Runs beside other work are left out. Grey eager, blue graphs: a bar goes from the 5th to the 95th percentile "
     )
+    note += (
+        "of a run's steps over their mean. They vary by its end / its begin. Where buffers are static some steps run "
+    )
+    note += "again: such variants are left out."
     hosts = len({point.host for point, _ in lines})
     page = Page(title, note, f"{counted(len(lines), 'variant')} on {counted(hosts, 'host')}", ROW * len(lines) + 0.6)
     axes = page.axes(NAMES, 0.1, page.WIDTH - NAMES - page.MARGIN, ROW * len(lines))

@@ -1,7 +1,8 @@
 """The workloads of the front page: one graph of each beside eager, on every host with any type of GPU.
 
 A headline is wider than a row of `benchmarks.frame`: it has H100 and H200, the number of layers that each GPU held, and
-the archive's hosts. Earlier files of a user's step count where eager makes the same kernels.
+the archive's hosts. Earlier files of a user's step count where eager makes the same kernels. Which runs count is the
+frame's rule.
 """
 
 import statistics as plain
@@ -18,29 +19,43 @@ from benchmarks import frame
 from benchmarks.archive import SAME_KERNELS
 from benchmarks.frame import Results
 from benchmarks.pages import published
+from benchmarks.pages.tables import TWO
 from graph_worth.folders import OWN_STEP
 from graph_worth.harness.files.facts import stem
 from graph_worth.harness.files.workload import Workload
 from graph_worth.harness.judge import PASS
-from graph_worth.harness.pages.cells import is_missing
+from graph_worth.harness.pages import cells
+from graph_worth.harness.pages.cells import is_missing, span
+from graph_worth.harness.standing import BESIDE, COUNTED, UNKNOWN
 
 # Names of the example steps, as their projects write them.
 STEPS = {"muon": "Muon", "nanogpt": "nanoGPT", "rssm": "RSSM", "detr": "DETR"}
 # A gain from here on pays; below SMALL nobody would notice it.
 LARGE, SMALL = 1.2, 1.05
+# GPUs whose hosts gain more different amounts than this in the geometric mean stand apart.
+APART = 0.05
 Key = tuple[str, str, str]
 # A headline's workload and one of its graphs, with one type of GPU that held one number of layers.
-_ON_GPU = ["key", "variant", "short", "preset"]
+_GRAPH = ["key", "variant"]
+_ON_GPU = [*_GRAPH, "short", "preset"]
 
 
 class HostMeans(NamedTuple):
-    """A graph's means on one host, over its runs there; `archived`: of the archive."""
+    """A graph's means on one host, over its runs there; `archived`: of the archive; `standing`: of its best run."""
 
     host: str
     base_ms: float
     ms: float
     gain: float
     archived: bool
+    standing: str
+
+
+def hosts_text(hosts: Sequence[HostMeans], word: str = "") -> str:
+    """Return a number of hosts in words, archived and unknown ones marked, as 5 H200 (2 unknown)."""
+    archived = sum(host.archived for host in hosts)
+    unknown = sum(host.standing == UNKNOWN for host in hosts) - archived
+    return cells.hosts_text(len(hosts), archived, unknown, word)
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,8 @@ class OnGpu:
 
     Attributes:
         gpu: short name, as H200.
+        beside: hosts on which the graph ran beside other work.
+        ceilings: step / busy of the runs that count.
         reserved_bytes: peak of torch's reserved memory with the graph, the only variant of its process.
         has_run: False where only the archive has it.
         kernel_us: mean time of a kernel of the eager step in the newest run; None without a profile.
@@ -56,6 +73,8 @@ class OnGpu:
 
     gpu: str
     hosts: tuple[HostMeans, ...]
+    beside: tuple[HostMeans, ...]
+    ceilings: tuple[float, ...]
     reserved_bytes: int | None
     has_run: bool
     kernel_us: float | None
@@ -67,9 +86,48 @@ class OnGpu:
 
     @property
     def hosts_text(self) -> str:
-        """5 H200, or 3 archived H200 where none is new."""
-        number = "one" if len(self.hosts) == 1 else str(len(self.hosts))
-        return f"{number} {'archived ' if all(host.archived for host in self.hosts) else ''}{self.gpu}"
+        """5 H200 (3 archived), as marked."""
+        return hosts_text(self.hosts, self.gpu)
+
+
+class Gain(NamedTuple):
+    """The gains of a headline: of all its hosts, or with `gpu` of those with one type of GPU."""
+
+    gpu: str
+    gpus: tuple[OnGpu, ...]
+
+    @property
+    def hosts(self) -> list[HostMeans]:
+        """The hosts that count."""
+        return [host for gpu in self.gpus for host in gpu.hosts]
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The smallest and the largest gain of a host."""
+        gains = [host.gain for host in self.hosts]
+        return min(gains), max(gains)
+
+    @property
+    def ceiling(self) -> float | None:
+        """Step / busy: the median over runs."""
+        ceilings = [ceiling for gpu in self.gpus for ceiling in gpu.ceilings]
+        return plain.median(ceilings) if ceilings else None
+
+    @property
+    def span(self) -> str:
+        """The range of quiet and unknown hosts, behind the GPU where it stands apart."""
+        return " ".join(filter(None, [self.gpu, span(*self.ends, TWO, "x")]))
+
+    @property
+    def beside(self) -> str:
+        """The range beside other work, in words; "" without any."""
+        gains = [host.gain for gpu in self.gpus for host in gpu.beside]
+        return cells.beside(min(gains), max(gains), self.ends[1], TWO) if gains else ""
+
+    @property
+    def text(self) -> str:
+        """Both ranges."""
+        return "; ".join(filter(None, [self.span, self.beside]))
 
 
 @dataclass(frozen=True)
@@ -101,11 +159,18 @@ class Headline:
         """The name and what makes it another workload, without numbers of layers."""
         return ", ".join([self.name, *(part for part in self.more.split(", ") if part and not part[0].isdigit())])
 
+    @cached_property
+    def gains(self) -> list[Gain]:
+        """The gains over all hosts; those of each GPU where they part."""
+        means = [frame.geometric_mean(host.gain for host in gpu.hosts) for gpu in self.gpus]
+        if max(means) <= (1 + APART) * min(means):
+            return [Gain("", self.gpus)]
+        return [Gain(gpu.gpu, (gpu,)) for gpu in self.gpus]
+
     @property
     def gain(self) -> tuple[float, float]:
         """The smallest and the largest gain of a host."""
-        gains = [host.gain for host in self.hosts]
-        return min(gains), max(gains)
+        return Gain("", self.gpus).ends
 
     @property
     def base_ms(self) -> tuple[float, float]:
@@ -121,27 +186,34 @@ class Headline:
 
 def of(results: Results) -> list[Headline]:
     """Return a headline for each workload that ran on a GPU, the largest gain first."""
-    measured = points(results)
+    graphs = _graphs(results)
+    measured = _of_points(results, graphs)
+    measured = measured[measured["key"].isin(measured["key"][measured["standing"].isin(COUNTED)])]
     archived = _of_archive(results.archive)
-    archived = archived[~archived["key"].isin(frame.timed(measured)["key"])]
+    archived = archived[~archived["key"].isin(measured["key"])]
     lines = []
-    for hosts in (_of_points(results, measured), archived):
-        runs = frame.timed(measured)[[*_ON_GPU, "row", "begin_utc", "alone_bytes", "first_kernel_us"]]
-        lines += [_headline(results, group, runs) for _, group in hosts.groupby("key", sort=False)]
+    for hosts in (measured, archived):
+        lines += [_headline(results, group, graphs) for _, group in hosts.groupby("key", sort=False)]
     return sorted(lines, key=lambda line: (-line.gain[1], line.name))
 
 
 def points(results: Results) -> DataFrame:
-    """Return the passing points of graphs on GPUs that are of a headline's workload.
+    """Return the timed points of graphs on GPUs that count and are of a headline's workload."""
+    graphs = _graphs(results)
+    return graphs[graphs["standing"].isin(COUNTED)]
 
-    What disturbs a host makes eager slower and a graph's gain larger: such runs stand in the models' tables alone.
+
+def _graphs(results: Results) -> DataFrame:
+    """The timed points of graphs on GPUs that are of a headline's workload, without those that no full run opened.
+
+    A full run on any host is enough: what it checks of a graph holds for light runs, too.
     """
     rows = results.rows
     graphs = rows["row"][(rows["kind"] == "graph") & ~rows["control"] & (rows["gpu"] != "CPU")]
-    every = results.points
-    is_quiet = (every["others"] == 0) & (every["slowed"] == 0) & (every["status"] == PASS)
-    kept = _with_key(every[every["row"].isin(graphs) & is_quiet])
-    return kept[kept["row"].isin(frame.timed(kept)["row"])]
+    every = frame.timed(results.points)
+    kept = _with_key(every[every["row"].isin(graphs) & (every["status"] == PASS)])
+    opened = kept[kept["row"].isin(frame.opened(kept))]
+    return kept[pd.MultiIndex.from_frame(kept[_GRAPH]).isin(pd.MultiIndex.from_frame(opened[_GRAPH]))]
 
 
 def name_of(where: Workload) -> str:
@@ -189,7 +261,7 @@ def _names(key: Key) -> tuple[str, str, str]:
 
 
 def _of_points(results: Results, points: DataFrame) -> DataFrame:
-    """The hosts of all graphs of all headlines, those of the archive last."""
+    """The hosts of all graphs of all headlines, those beside other work too, those of the archive last."""
     newest = frame.newest(points).reset_index()
     reference = newest.sort_values("begin_utc", ascending=False, kind="stable").drop_duplicates("key")
     kernels = newest["key"].map(reference.set_index("key")["base_kernels"]).astype(float)
@@ -198,7 +270,8 @@ def _of_points(results: Results, points: DataFrame) -> DataFrame:
     # Of several bases the one with most runs comes first.
     counted = counted.drop_duplicates([*frame.WORKLOAD, "variant"])
     old = results.hosts[results.hosts["archived"]]
-    hosts = pd.concat([frame.host_means(points), old]) if len(old) else frame.host_means(points)
+    parts = [frame.host_means(points[points["standing"].isin(COUNTED)]), frame.beside(points), old]
+    hosts = pd.concat([part for part in parts if len(part)] or parts[:1])
     hosts = counted[["row", *_ON_GPU]].merge(hosts, on="row")
     return hosts.assign(folder="", reserved_bytes=pd.NA)
 
@@ -211,12 +284,13 @@ def _of_archive(archive: DataFrame) -> DataFrame:
     eager = archive[archive["variant"] == "eager"][[*frame.WORKLOAD, "host", "ms"]]
     graphs = archive[archive["variant"].str.startswith("graph")]
     hosts = graphs.merge(eager.rename(columns={"ms": "base_ms"}), on=[*frame.WORKLOAD, "host"])
-    hosts = hosts.assign(row=-1, archived=True, gain=hosts["base_ms"] / hosts["ms"])
+    hosts = hosts.assign(row=-1, archived=True, standing=UNKNOWN, gain=hosts["base_ms"] / hosts["ms"])
     return hosts.sort_values("variant", kind="stable")
 
 
 def _headline(results: Results, hosts: DataFrame, runs: DataFrame) -> Headline:
     """The graph with most hosts, of several the one with the largest gain."""
+    beside, hosts = hosts[hosts["standing"] == BESIDE], hosts[hosts["standing"].isin(COUNTED)]
     # Of a GPU that held several numbers of layers, the number with most hosts.
     most = hosts.groupby(_ON_GPU, sort=False).size().rename("number").reset_index()
     most = most.sort_values("number", ascending=False, kind="stable").drop_duplicates(["variant", "short"])
@@ -227,26 +301,43 @@ def _headline(results: Results, hosts: DataFrame, runs: DataFrame) -> Headline:
     model, preset, label = hosts["key"].iloc[0].split("\n")
     folder = Path("examples", "steps") if model == OWN_STEP else Path(model)
     page = hosts["folder"].iloc[0] or results.root.parent / folder / "README.md"
+    kept, beside = kept[kept["variant"] == variant], beside.merge(most[_ON_GPU], on=_ON_GPU)
+    beside = beside[beside["variant"] == variant].groupby(["short", "host"], sort=False).last().reset_index()
     gpus = [
-        _on_gpu(gpu, group, kept[(kept["variant"] == variant) & (kept["short"] == gpu)], runs)
+        _on_gpu(gpu, group, beside[beside["short"] == gpu], kept[kept["short"] == gpu], runs)
         for gpu, group in once[once["variant"] == variant].groupby("short", sort=False)
     ]
     gpus.sort(key=lambda on_gpu: (-len(on_gpu.hosts), on_gpu.gpu))
     return Headline(*_names((model, preset, label)), variant, Path(page), tuple(gpus))
 
 
-def _on_gpu(gpu: str, hosts: DataFrame, kept: DataFrame, runs: DataFrame) -> OnGpu:
-    used = runs[runs["row"].isin(kept["row"])].sort_values("begin_utc", ascending=False, kind="stable")
-    sizes = [size for table in (used["alone_bytes"], kept["reserved_bytes"]) for size in table.dropna() if size]
-    means = tuple(HostMeans(*line) for line in hosts[list(HostMeans._fields)].itertuples(index=False))
+def _on_gpu(gpu: str, hosts: DataFrame, beside: DataFrame, kept: DataFrame, graphs: DataFrame) -> OnGpu:
+    every = graphs.sort_values("begin_utc", ascending=False, kind="stable")
+    used = every[every["row"].isin(kept["row"]) & every["standing"].isin(COUNTED)]
+    # Other work changes no memory.
+    measured = every["alone_bytes"][every["row"].isin([*kept["row"], *beside["row"]])]
+    sizes = [size for table in (measured, kept["reserved_bytes"]) for size in table.dropna() if size]
     kernel_us = [None if is_missing(us) else us for us in used["first_kernel_us"]]
-    return OnGpu(gpu, means, max(sizes, default=None), len(used) > 0, kernel_us[0] if kernel_us else None)
+    return OnGpu(
+        gpu,
+        _means(hosts),
+        _means(beside),
+        tuple(used["ceiling"].dropna()),
+        max(sizes, default=None),
+        len(used) > 0,
+        kernel_us[0] if kernel_us else None,
+    )
 
 
-def bands(lines: Sequence[Headline]) -> dict[str, list[Headline]]:
-    """Return "always", "sometimes", "never" -> the workloads that gain over LARGE on each host, on some, or nowhere."""
-    by_band: dict[str, list[Headline]] = {"always": [], "sometimes": [], "never": []}
+def _means(hosts: DataFrame) -> tuple[HostMeans, ...]:
+    return tuple(HostMeans(*line) for line in hosts[list(HostMeans._fields)].itertuples(index=False))
+
+
+def bands(lines: Sequence[Headline]) -> dict[str, list[tuple[Headline, Gain]]]:
+    """Return "always", "sometimes", "never" -> the gains over LARGE on each host, on some, or nowhere."""
+    by_band: dict[str, list[tuple[Headline, Gain]]] = {"always": [], "sometimes": [], "never": []}
     for line in lines:
-        low, high = line.gain
-        by_band["always" if low >= LARGE else "never" if high < SMALL else "sometimes"].append(line)
+        for gain in line.gains:
+            low, high = gain.ends
+            by_band["always" if low >= LARGE else "never" if high < SMALL else "sometimes"].append((line, gain))
     return by_band

@@ -29,8 +29,9 @@ from pandas import DataFrame
 from benchmarks import frame
 from benchmarks.frame import Results, Row
 from benchmarks.pages import headlines, memory_table, operator_page, published, scopes, tables
-from benchmarks.pages.headlines import Headline
+from benchmarks.pages.headlines import Gain, Headline
 from benchmarks.pages.markdown import in_markdown
+from benchmarks.pages.tables import TWO
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import intervals
 from graph_worth.harness.files.facts import Run, stem
@@ -41,8 +42,6 @@ from graph_worth.harness.pages.cells import counted, gib, span
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
-# Decimals of ranges on pages for people.
-TWO = ",.2f"
 NOTHING = "Nothing has been measured on a GPU yet."
 # Runs begun later show whether the rule on step / busy holds, which was found on earlier ones.
 RULE_WRITTEN = "2026-11-25T20:45:00Z"
@@ -104,8 +103,10 @@ def front(results: Results, page: Path, argument: str = "") -> str:
         name += f", {in_markdown(line.more)}" if line.more else ""
         graph_ms = ", ".join(f"{cells.cell(gpu.ms, ',.2f')} ({gpu.gpu})" for gpu in line.gpus)
         sizes = [f"{gib(gpu.reserved_bytes)} ({gpu.gpu})" for gpu in line.gpus if gpu.reserved_bytes]
-        texts = [graph_ms, span(*line.base_ms, TWO), span(*line.gain, TWO, "x"), *(sizes[:1] or [""]), line.hosts_text]
-        lines.append([name, *map(in_markdown, texts)])
+        texts = [graph_ms, span(*line.base_ms, TWO), "", *(sizes[:1] or [""]), line.hosts_text]
+        texts = [*map(in_markdown, texts)]
+        texts[2] = "<br>".join(in_markdown(gain.text) for gain in line.gains)
+        lines.append([name, *texts])
     names = ["Workload (version of MLPerf)", "graph ms", "eager ms over hosts", "gain over hosts", "GiB", "hosts"]
     return tables.markdown(names, lines) if lines else NOTHING
 
@@ -119,7 +120,11 @@ def _answers(results, page, argument):
     if not lines:
         return NOTHING
     by_band = headlines.bands(lines)
-    texts = [f"- **{BANDS[band]}** {'; '.join(map(_gain_of, by_band[band]))}." for band in BANDS if by_band[band]]
+    texts = [
+        f"- **{BANDS[band]}** {'; '.join(_gain_of(*pair) for pair in by_band[band])}."
+        for band in BANDS
+        if by_band[band]
+    ]
     points = frame.timed(headlines.points(results))
     points = points[(points["base_issue_ms"] > 0) & (points["base_kernels"] > 0)]
     issue_us = 1e3 * points["base_issue_ms"] / points["base_kernels"]
@@ -134,9 +139,10 @@ def _answers(results, page, argument):
     return "\n".join(texts)
 
 
-def _gain_of(line: Headline) -> str:
-    name = line.words + "," * (line.words != line.name)
-    return f"{in_markdown(name)} {span(*line.gain, TWO, 'x')} ({cells.hosts_text(len(line.hosts))})"
+def _gain_of(line: Headline, gain: Gain) -> str:
+    name = line.words + "," * (line.words != line.name or bool(gain.gpu))
+    hosts = headlines.hosts_text(gain.hosts).replace(" (", ", ").rstrip(")")
+    return f"{in_markdown(name)} {gain.span} ({'; '.join(filter(None, [hosts, gain.beside]))})"
 
 
 def _needs(results, page, argument):
@@ -183,9 +189,11 @@ def _hosts_text(results):
     hosts = {run.host.boot for _, run in results.runs if run.device == "cuda"}
     more = {host.host for line in headlines.of(results) for host in line.hosts if host.archived} - hosts
     files = len({path for path, _ in results.runs})
-    text = f"**Hosts.** {counted(len(results.runs), 'workload')} measured in {counted(files, 'file')} "
-    text += f"on {counted(len(hosts), 'host')}"
-    return f"{text}. {counted(len(more), 'archived host')}: measured before, no intervals." if more else f"{text}."
+    workloads = results.points[[name for name in frame.WORKLOAD if name != "digest"]].drop_duplicates()
+    text = f"**Hosts.** {counted(len(results.runs), 'run')} of {counted(len(workloads), 'workload')} in "
+    text += f"{counted(files, 'file')}, on {counted(len(hosts), 'host')}. A host is one boot of a machine. On "
+    text += "*unknown* hosts, of older files, other programs may have run."
+    return f"{text} {counted(len(more), 'host')} *archived*: measured before, no intervals." if more else text
 
 
 def _on_gpus(table: DataFrame) -> DataFrame:
@@ -214,15 +222,15 @@ def _failed(results, page):
 
 
 def _decide(results, page, argument):
-    """By step / busy of a run's eager: what to do, and each workload with the gains of its whole-step graph in it."""
-    points = frame.timed(headlines.points(results))
-    names = [in_markdown(headlines.name_of(frame.where_of(point))) for point in points.itertuples()]
+    """By step / busy: what to do, and the headlines whose runs have such a quotient in the median, with their graph."""
+    gains = [(line, gain, gain.ceiling) for line in headlines.of(results) for gain in line.gains if gain.ceiling]
     lines = []
     for least, below, ceilings, advice in CEILINGS:
-        is_there = (points["ceiling"] >= least) & (points["ceiling"] < below)
-        gains = points.assign(name=names)[is_there].groupby("name", sort=False)["ratio"].agg(["min", "max"])
-        gains = gains.reindex(list(dict.fromkeys(names))).dropna()
-        texts = [f"{name} {span(low, high, TWO, 'x')}" for name, low, high in gains.itertuples()]
+        texts = [
+            f"{in_markdown(line.words)}, `{line.variant}`: {gain.text}"
+            for line, gain, ceiling in gains
+            if least <= ceiling < below
+        ]
         lines.append([ceilings, advice, "<br>".join(texts) or "not measured yet"])
     return tables.markdown(["Step / busy", "What to do", "Gains of graphs in runs here"], lines)
 
@@ -287,11 +295,11 @@ def _nvidia(results, page, argument):
         if not same:
             continue
         row = min(same, key=rank)
-        gain = span(row.gain_low, row.gain_high, TWO, "x")
-        text = f"{gain}, {cells.hosts_text(row.hosts)}" if gain else row.status
+        text = tables.gain_and_hosts(row) or row.status
         differs = f"{row.ranks} {in_markdown(headlines.short(row.gpu))}: {publication.presets[stem(row.preset)]}"
         published_gain = f"[{publication.gain_range}]({publication.source})"
-        lines.append([publication.title, published_gain, tables.linked(text, row, page), differs])
+        ours = f"{tables.linked(text, row, page)}, `{row.variant}`"
+        lines.append([publication.title, published_gain, ours, differs])
     names = ["Workload", "NVIDIA's gain", "Ours, the same part captured", "What differs"]
     return tables.markdown(names, lines) if lines else NOTHING
 

@@ -58,7 +58,7 @@ def _of_model(results, page, model):
         for row in rows:
             run = f"{tables.linked(row.workload, row, page)} ({in_markdown(headlines.short(row.gpu))})"
             cells = [tables.CELLS[name](row) for name in ("alone GiB", "issue ms")]
-            gain = span(row.gain_low, row.gain_high, ",.2f", "x") or "base"
+            gain = tables.gain_range(row) or "base"
             lines.append([f"`{scope.variant}`", scope.captured, run, gain, *map(in_markdown, cells)])
         missing += [] if rows else [f"`{scope.variant}`"]
     names = ["Variant", "In the graphs", "Run", "gain", "alone GiB", "issue ms"]
@@ -77,9 +77,9 @@ def _rows(results: Results, model: str, variant: str) -> list[Row]:
 def _measured(results, page, scope):
     texts = []
     for row in _rows(results, scope.model, scope.variant):
-        gain = span(row.gain_low, row.gain_high, ",.2f", "x")
+        gain = tables.gain_and_hosts(row, headlines.short(row.gpu))
         if gain:
-            texts.append(f"{tables.linked(row.workload, row, page)} {gain}, {_hosts(row.hosts, row.gpu)}")
+            texts.append(f"{tables.linked(row.workload, row, page)} {in_markdown(gain)}")
     if texts:
         return texts
     archived = results.archive[(results.archive[["model", "preset"]] == [scope.model, "bench"]).all(axis=1)]
@@ -87,10 +87,7 @@ def _measured(results, page, scope):
     eager = archived[archived["variant"] == "eager"].set_index([*WORKLOAD, "host"])["ms"].rename("base_ms")
     archived = archived[archived["variant"] == scope.variant].join(eager, on=[*WORKLOAD, "host"])
     for _, hosts in archived.assign(gain=archived["base_ms"] / archived["ms"]).groupby(WORKLOAD, sort=False):
-        gain = span(hosts["gain"].min(), hosts["gain"].max(), ",.2f", "x")
-        texts.append(f"{gain}, {_hosts(len(hosts), hosts['gpu'].iloc[0])}, archived")
+        gain = span(hosts["gain"].min(), hosts["gain"].max(), tables.TWO, "x")
+        gpu = in_markdown(headlines.short(hosts["gpu"].iloc[0]))
+        texts.append(f"{gain}, {hosts_text(len(hosts), len(hosts), word=gpu)}")
     return texts
-
-
-def _hosts(number: int, gpu: str) -> str:
-    return f"{hosts_text(number)} ({in_markdown(headlines.short(gpu))})"

@@ -13,9 +13,12 @@ from benchmarks.pages.markdown import in_markdown
 from graph_worth.harness.judge import ESTIMATED, PASS
 from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import cell, gib, milliseconds, percent, span, times, with_span
+from graph_worth.harness.standing import ASIDE, BESIDE
 from graph_worth.text import printable
 
 SCREEN = 100
+# Decimals of ranges on pages for people.
+TWO = ",.2f"
 FEW = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain over hosts", "at most", "hosts", "note")
 ON_SCREEN = ("variant", "base ms", "ms", "gain", "95 % or range", "most", "on hosts", "note")
 WIDE = (
@@ -28,7 +31,8 @@ CSV = (
     *("machine", "model", "preset", "label", "build", "busy_processes", "variant", "kind", "base", "status", "reason"),
     *("base_ms", "base_ms_low", "base_ms_high", "ms", "ms_low", "ms_high", "gain", "gain_low", "gain_high"),
     *("interval_low", "interval_high", "ceiling", "reached", "cycles", "hosts", "archived_hosts", "runs"),
-    *("issue_ms", "base_issue_ms", "busy_ms", "note"),
+    *("issue_ms", "base_issue_ms", "busy_ms", "standing", "unknown_hosts"),
+    *("beside_low", "beside_high", "beside_hosts", "headline", "note"),
 )
 
 
@@ -52,6 +56,33 @@ def gain_and_interval(row: Row) -> str:
     return f"{gain(row)} ({interval})" if interval else gain(row)
 
 
+# Words before the gains of a row whose runs do not count.
+_BEFORE = {BESIDE: "beside other work ", ASIDE: "no headline: "}
+
+
+def with_beside(text: str, row: Row, form: str = ".3f") -> str:
+    """A row's gain, and behind it the gains beside other work."""
+    text = f"{_BEFORE.get(row.standing, '')}{text}" if row.gain is not None else text
+    return "; ".join(filter(None, [text, cells.beside(row.beside_low, row.beside_high, row.gain_high, form)]))
+
+
+def gain_range(row: Row) -> str:
+    """The gain as pages for people have it, with two decimals; "" without any."""
+    return with_beside(span(row.gain_low, row.gain_high, TWO, "x"), row, TWO)
+
+
+def gain_and_hosts(row: Row, gpu: str = "") -> str:
+    """The same with the number of hosts behind the range that they are of; `gpu`: their name."""
+    quiet, *more = gain_range(row).split("; ")
+    text = cells.hosts_text(row.hosts, row.archived_hosts, row.unknown_hosts, gpu)
+    return "; ".join([f"{quiet}, {text}", *more]) if quiet else ""
+
+
+def hosts(row: Row) -> str:
+    """The number of a row's hosts, archived and unknown ones marked."""
+    return cells.hosts_text(row.hosts, row.archived_hosts, row.unknown_hosts * (row.gpu != "CPU"))
+
+
 CELLS: dict[str, Callable[[Row], str]] = {
     "workload": lambda row: row.workload,
     "variant": lambda row: f"{row.variant} (base again)" if row.control else row.variant,
@@ -63,9 +94,9 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "95 % or range": lambda row: cells.interval(row.interval_low, row.interval_high) if row.hosts < 2 else gain(row),
     "most": lambda row: at_most(row, times(row.ceiling)),
     "on hosts": lambda row: str(row.hosts or "") + (f" ({row.archived_hosts})" if row.archived_hosts else ""),
-    "gain over hosts": gain_and_interval,
+    "gain over hosts": lambda row: with_beside(gain_and_interval(row), row),
     "at most": lambda row: at_most(row, span(row.ceiling_low, row.ceiling_high, ".3f", "x")),
-    "hosts": lambda row: cells.hosts_text(row.hosts, row.archived_hosts) if row.hosts else "",
+    "hosts": lambda row: hosts(row) if row.hosts else "",
     "note": lambda row: row.note if row.status == PASS else row.status,
     "reached": lambda row: "" if row.control else percent(row.reached, 1),
     "typical ms": lambda row: milliseconds(row.typical_ms) if row.status == PASS else "",
@@ -99,6 +130,9 @@ def screen(results: Results, rows: DataFrame, wide: bool = False) -> str:
         shown = frame.records(machine_rows[machine_rows["status"] == PASS])
         table = [columns, *([CELLS[name](row) for name in columns] for row in shown)]
         note_index = columns.index("note")
+        for row, line in zip(shown, table[1:], strict=True):
+            apart = cells.beside(row.beside_low, row.beside_high, row.gain_high)
+            line[note_index] = "; ".join(filter(None, [apart, line[note_index]]))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines.append(_line(table[0], columns, widths))
         for before, row, line in zip([None, *shown], shown, table[1:], strict=False):

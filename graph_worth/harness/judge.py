@@ -18,10 +18,10 @@ from graph_worth.harness.intervals import Ratio
 from graph_worth.measuring.parity import SCATTER_FACTOR, ParityOfRuns, agreement, loss_deviation
 
 PASS, FAILED = "pass", "failed"
-# A base that is slower beside the other variants than alone by more than this was slowed by them.
-SLOWED = 1.05
-# On a CPU, of the audits that a process of its own has repeated.
-SLOWED_CPU = 1.25
+# A base whose blocks differ by more than this from itself alone in a process is no headline.
+AGREES = 0.05
+# The base alone counts from so many steps on, or from a block's steps where a block has fewer.
+LEAST_ALONE = 10
 # After the blocks losses are compared further along, where rounding has grown.
 LEAST_DEVIATION_AFTER = 1e-5
 # The profiler holds kernels up by up to 2 %: a GPU that is busy for a little longer than a step is busy all the time.
@@ -222,29 +222,27 @@ class Judged:
         return plain.median(times_ms) if times_ms else None
 
     @cached_property
-    def slowed(self) -> float:
-        """How many times as long the base's fastest block takes a step as the base alone in a process; 0 if no longer.
+    def alone_ratio(self) -> float | None:
+        """Return the base's mean step in its blocks / its mean step alone in a process; None with too few steps alone.
 
-        It counts beyond `SLOWED` and beyond the control's interval, and where the base alone made the steps of a block.
-        On a CPU the base alone is that which has repeated all audits, and the medians of blocks count.
+        On a CPU the processes share their cores, and it is None.
         """
         base, blocks = self.build.variants.get(self.base), self.blocks(self.base)
-        if not base or not blocks:
-            return 0.0
-        if self.run.device == "cpu":
-            referring = [variant for variant in self.build.variants.values() if variant.reference == self.base]
-            repeated = [audit.repetition for variant in referring for audit in variant.audits]
-            alone = [plain.median(repetition.step_ms) for repetition in repeated if repetition is not None]
-            typical_ms = min(block.typical_ms for block in blocks)
-            ratio, least = typical_ms / plain.median(alone or [math.inf]), SLOWED_CPU
-        elif base.alone and len(base.alone.step_ms) >= blocks[0].steps:
-            ratio, least = min(block.mean_ms for block in blocks) / plain.fmean(base.alone.step_ms), SLOWED
-        else:
-            return 0.0
-        control = self.ratio_of(self.run.control) if self.run.control in self.build.variants else None
-        if control is not None:
-            least = max(least, control.high, 1 / control.low if control.low > 0 else math.inf)
-        return ratio if ratio > least else 0.0
+        alone = base.alone.step_ms if base and base.alone else []
+        if self.run.device == "cpu" or not blocks or len(alone) < min(LEAST_ALONE, blocks[0].steps):
+            return None
+        ms = self.ms(self.base)
+        return ms / plain.fmean(alone) if ms and alone else None
+
+    @property
+    def disagrees_with_alone(self) -> str:
+        """Return a sentence where the base differs between its blocks and alone by more than `AGREES`; else ""."""
+        ratio = self.alone_ratio
+        if ratio is None or 1 / (1 + AGREES) <= ratio <= 1 + AGREES:
+            return ""
+        if ratio > 1:
+            return f"{self.base} in blocks takes {ratio:.2f} times as long as alone"
+        return f"alone and beside do not agree: {self.base} alone takes {1 / ratio:.2f} times as long as in blocks"
 
     def busy_ms(self, name: str) -> float | None:
         """Return the GPU's busy time in a step; of several ranks rank 0's, which counts waiting for others as busy."""

@@ -158,7 +158,9 @@ def test_hosts_of_the_archive_count_where_eager_makes_the_same_kernels(tmp_path)
     row, results = row_of(tmp_path), frame.load(tmp_path)
     hosts = results.hosts[results.hosts["row"] == row.row]
     assert [*zip(hosts["host"], hosts["archived"], strict=True)] == [("b", False), ("x", True)]
-    assert (row.hosts, row.archived_hosts) == (2, 1) and tables.CELLS["hosts"](row) == "two hosts, 1 archived"
+    assert (row.hosts, row.archived_hosts) == (2, 1) and tables.CELLS["hosts"](
+        row
+    ) == "two hosts (1 archived, 1 unknown)"
     assert (row.gain_low, row.gain_high) == pytest.approx((12 / 8.1, 2.0)) and row.base_ms == pytest.approx(16.0)
     # One interval would leave the other host out.
     assert row.interval_low is None and row.cycles == 8

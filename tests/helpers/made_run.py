@@ -4,7 +4,7 @@ from pathlib import Path
 
 from graph_worth.harness import judge
 from graph_worth.harness.files import partial, run_file
-from graph_worth.harness.files.facts import Run
+from graph_worth.harness.files.facts import Alone, Run
 
 STEPS = 20
 HEADER = {
@@ -157,3 +157,13 @@ def write(run: Run, folder: Path) -> Path:
 def put(root: Path, number: int = 0, **changes) -> Path:
     """A made run of its own id below a root."""
     return write(made_run(id=f"20261125T10150{number}Z-a7d396c{number}", **changes), root / FOLDER)
+
+
+def quiet(run: Run, alone_ms: float | None = None) -> Run:
+    """The run with all that shows a quiet host: no other benchmark, and eager alone as fast as in its blocks."""
+    build = run.builds[""]
+    for cycle in build.cycles:
+        cycle.others = 0
+    alone_ms = alone_ms or judge.judged(run)[""].ms("eager")
+    build.variants["eager"].alone = Alone(peak_reserved_bytes=0, step_ms=[alone_ms] * STEPS)
+    return run

@@ -50,6 +50,15 @@ def span(low: float | None, high: float | None, form: str = "", unit: str = "") 
     return f"{' to '.join(dict.fromkeys(ends))}{unit}" if all(ends) else ""
 
 
+def beside(low: float | None, high: float | None, quiet_high: float | None, form: str = ".3f") -> str:
+    """Return the range beside other work, as it follows that of quiet hosts; its end alone where that is the news."""
+    if low is None or high is None or is_missing(low):
+        return ""
+    end = cell(high, form, "x")
+    is_higher = quiet_high is not None and high > quiet_high and end != cell(quiet_high, form, "x")
+    return f"beside other work to {end}" if is_higher else f"beside other work {span(low, high, form, 'x')}"
+
+
 def with_span(value: float | None, low: float | None, high: float | None) -> str:
     """Return a number with its range over hosts, as in 127.0 (126.8 to 129.0)."""
     over = span(low, high)
@@ -61,7 +70,11 @@ def counted(number: int, word: str) -> str:
     return f"{number} {word}{'s' if number != 1 else ''}"
 
 
-def hosts_text(number: int, archived: int = 0) -> str:
-    """Return one host, two hosts, or 7 hosts, 3 archived."""
-    text = {1: "one host", 2: "two hosts"}.get(number, f"{number} hosts")
-    return f"{text}, {archived} archived" if archived else text
+def hosts_text(number: int, archived: int = 0, unknown: int = 0, word: str = "") -> str:
+    """Return one host, two archived hosts, or 7 hosts (3 archived, 2 unknown); `word` in the place of host."""
+    marks = {"archived": archived, "unknown": unknown}
+    same = next((f"{mark} " for mark, marked in marks.items() if marked == number), "")
+    number_text = {1: "one", 2: "2" if word else "two"}.get(number, str(number))
+    text = f"{number_text} {same}{word or ('host' if number == 1 else 'hosts')}"
+    parts = ", ".join(f"{marked} {mark}" for mark, marked in marks.items() if marked)
+    return text if same or not parts else f"{text} ({parts})"

@@ -80,10 +80,11 @@ def rates(judged: Judged) -> str:
 def suite(runs: list[Run], has_dates: bool = False) -> str:
     """Return one table of several models: the headline graphs of each, and the time at which each run was begun."""
     rows = [("workload", "variant", *COLUMNS[1:6], *["begun (UTC)"] * has_dates)]
+    lines = []
     for run in runs:
         for build_name, judged in judge.judged(run).items():
-            if judged.slowed:
-                continue
+            if text := _no_headline(judged):
+                lines.append(f"{workload_of(run, build_name).name}: {text}")
             graphs = {
                 name: variant for name, variant in judged.build.variants.items() if variant.kind in ("graph", "compile")
             }
@@ -96,7 +97,7 @@ def suite(runs: list[Run], has_dates: bool = False) -> str:
                     title = workload_of(run, build_name).name
                     date = run.begin_utc[:16].replace("T", " ")
                     rows.append((title, name, *ratio_cells(ratio), at_most(judged, name), *[date] * has_dates))
-    return "\n".join(aligned(rows, 2))
+    return "\n".join([*aligned(rows, 2), *lines])
 
 
 def _build_report(name: str, judged: Judged) -> str:
@@ -110,7 +111,7 @@ def _build_report(name: str, judged: Judged) -> str:
         lines += _table(judged, busy)
     rate = textwrap.fill(rates(judged), WIDTH) if run.model == OWN_STEP or build.flops_notes else ""
     not_checked = "\n".join(textwrap.fill(line, WIDTH) for line in unchecked(judged))
-    texts = (_faults(judged), not_checked, _reruns(judged), _slowed(judged), _meaning(judged), rate)
+    texts = (_faults(judged), not_checked, _reruns(judged), _no_headline(judged), _meaning(judged), rate)
     lines += [text for text in texts if text]
     return "\n".join(lines)
 
@@ -210,13 +211,10 @@ def _reruns(judged: Judged) -> str:
     return "\n".join(lines)
 
 
-def _slowed(judged: Judged) -> str:
-    if not judged.slowed:
-        return ""
-    times = f"{judged.slowed:.2f} times as long in this run as alone in a process"
-    return (
-        f"{judged.base} takes {times}: another variant slows it, or the host was slower. These ratios are no headline."
-    )
+def _no_headline(judged: Judged) -> str:
+    """A line where the base in its blocks and alone do not agree."""
+    text = judged.disagrees_with_alone
+    return f"{text}. These ratios are no headline." if text else ""
 
 
 def _meaning(judged: Judged) -> str:

@@ -109,7 +109,7 @@ def test_letters_can_be_read_at_the_width_of_a_telephone():
     """At 380 px no letters but the footer's are smaller than 8 px."""
     page = page_of(ROOT / "results")
     px = 380 / (96 * page.WIDTH)
-    main = [text for text in texts(page) if "workloads on" not in text.get_text()]
+    main = [text for text in texts(page) if "runs on" not in text.get_text()]
     assert min(text.get_fontsize() * 96 / 72 * px for text in main) > 8 and page.WIDTH * 96 < 600
 
 

@@ -1,6 +1,5 @@
 """README.md, the models' READMEs and results/overview.*: tables as the runs say, links that lead somewhere."""
 
-import copy
 import re
 from pathlib import Path
 
@@ -9,14 +8,15 @@ import pytest
 
 from benchmarks import frame, overview
 from benchmarks.pages import headlines, readme, tables
+from benchmarks.pages.markdown import in_markdown
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import measure
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Alone, Latency, Profile, Raised, stem
-from graph_worth.harness.pages import run_table
+from graph_worth.harness.pages import cells, run_table
 from tests.helpers.made_run import FOLDER, made_run, put, with_apart, write
 
-MUON = ROOT / "results/h100x1/your_step-bench-muon-build/20261126T001619Z-757612f1.json"
+MUON = ROOT / "results/h200x1/your_step-bench-muon-build/20261127T043323Z-ba5f0ad9.json"
 H100 = ({"name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-2"},)
 
 README = (ROOT / "README.md").read_text()
@@ -127,10 +127,13 @@ def several_hosts(root):
 def test_a_workload_has_one_line_with_all_hosts_and_types_of_gpu(tmp_path):
     several_hosts(tmp_path)
     lines = table("front", tmp_path).splitlines()[2:]
-    own = "8.10 (H200), 10.00 (H100) | 10.00 to 14.00 | 1.25 to 1.71x |  | 2 H200, one H100 |"
+    gains = "H200 1.25 to 1.71x<br>H100 1.25x"
+    own = f"8.10 (H200), 10.00 (H100) | 10.00 to 14.00 | {gains} |  | 2 unknown H200, one unknown H100 |"
     assert lines[0].startswith("| [GPT-3 175B](") and "(v4.1), 8 of 96 layers | " in lines[0]
     assert lines[0].endswith(own)
-    assert lines[1].startswith("| [mine](") and lines[1].endswith("| 10.00 (H200) | 10.00 | 1.00x |  | one H200 |")
+    assert lines[1].startswith("| [mine](") and lines[1].endswith(
+        "| 10.00 (H200) | 10.00 | 1.00x |  | one unknown H200 |"
+    )
     assert len(lines) == 2
 
 
@@ -142,10 +145,11 @@ def test_cells_of_the_front_page_are_those_of_the_hosts(found):
         points = found.points
         points = points[(points["model"] == line.page.parent.name) & (points["variant"] == line.variant)]
         points = points[points["preset"].map(stem).eq("bench") & (points["label"] == "") & (points["ranks"] == 1)]
-        points = points[(points["build"] == "") & (points["others"] == 0) & (points["slowed"] == 0)]
+        points = points[(points["build"] == "") & points["standing"].isin(["quiet", "unknown"])]
         old = found.hosts[found.hosts["archived"] & found.hosts["row"].isin(points["row"])]
         hosts = pd.concat([frame.host_means(points), old])
         assert line.gain == (hosts["gain"].min(), hosts["gain"].max()) and len(line.hosts) == len(hosts)
+        assert sum(host.archived for host in line.hosts) == hosts["archived"].sum()
         assert {on_gpu.ms for on_gpu in line.gpus} == {*hosts.groupby("row")["ms"].median()}
 
 
@@ -165,9 +169,10 @@ def test_the_answers_say_on_how_many_hosts(tmp_path):
     several_hosts(tmp_path)
     put(tmp_path, 4, model="rnnt", ms={"eager": 11.0, "graph_layer": 10.0}, boot="f")
     assert table("answers", tmp_path).splitlines() == [
-        "- **Capture it:** GPT-3 175B 1.25 to 1.71x (3 hosts).",
-        "- **Measure your host first:** RNN-T, one length, 1.10x (one host).",
-        "- **Leave it eager:** mine 1.00x (one host).",
+        "- **Capture it:** GPT-3 175B, H200 1.25 to 1.71x (two unknown hosts); "
+        "GPT-3 175B, H100 1.25x (one unknown host).",
+        "- **Measure your host first:** RNN-T, one length, 1.10x (one unknown host).",
+        "- **Leave it eager:** mine 1.00x (one unknown host).",
     ]
 
 
@@ -178,22 +183,105 @@ def test_the_hosts_time_for_a_kernel_stands_beside_the_gpus(tmp_path):
     assert "Hosts took 45 to 90 us to issue one: capture where" in text and "In us: GPT-3 175B 70." in text
 
 
-def test_a_disturbed_run_is_no_headline(tmp_path):
+@pytest.mark.parametrize("standing", ["beside", "aside"])
+def test_a_run_that_does_not_count_stands_beside_the_headline_or_in_a_note(tmp_path, standing):
     put(tmp_path, 0, ms=MS)
-    line = table("front", tmp_path).splitlines()[-1]
     path = put(tmp_path, 1, ms={"eager": 20.0, "graph_layer": 7.0}, boot="c")
-    assert "2 H200" in table("front", tmp_path)
+    assert "2 unknown H200" in table("front", tmp_path)
     run = run_file.read(path)
-    slowed, beside = copy.deepcopy(run), copy.deepcopy(run)
-    slowed.builds[""].variants["eager"].alone = Alone(peak_reserved_bytes=0, step_ms=[9.0] * 20)
-    beside.builds[""].cycles[-1].others = 2
-    for disturbed in (slowed, beside):
-        path.unlink()
-        write(disturbed, path.parent)
-        assert table("front", tmp_path).splitlines()[-1] == line
-        told = "1 of 2 runs beside up to 2 benchmarks on other GPUs"
-        told = "eager slowed 2.22 times in a run" if disturbed is slowed else told
-        assert f"| two hosts | {told} |" in table("model", tmp_path, "gpt3")
+    if standing == "beside":
+        run.builds[""].cycles[-1].others = 2
+    else:
+        run.builds[""].variants["eager"].alone = Alone(peak_reserved_bytes=0, step_ms=[10.0] * 20)
+    path.unlink()
+    write(run, path.parent)
+    line, row = table("front", tmp_path).splitlines()[-1], table("model", tmp_path, "gpt3").splitlines()[-1]
+    more = "; beside other work to 2.86x" if standing == "beside" else ""
+    assert f"| 10.00 | 1.25x{more} |  | one unknown H200 |" in line
+    answer = table("answers", tmp_path)
+    assert f"GPT-3 175B 1.25x (one unknown host{more})" in answer
+    more = "; beside other work to 2.857x" if standing == "beside" else ""
+    note = "" if standing == "beside" else "not counted: eager in blocks takes 2.00 times as long as alone"
+    assert f"| 1.250x (1.250 to 1.250){more} |  | one unknown host | {note} |" in row
+
+
+def test_the_whole_range_beside_other_work_stands_there_where_its_end_is_no_news():
+    assert cells.beside(1.42, 3.25, 1.86, ".2f") == "beside other work to 3.25x"
+    assert cells.beside(1.42, 1.86, 1.86, ".2f") == "beside other work 1.42 to 1.86x"
+    assert cells.beside(1.42, 1.861, 1.86, ".2f") == "beside other work 1.42 to 1.86x"
+    assert cells.beside(None, None, 1.86) == cells.beside(float("nan"), float("nan"), 1.86) == ""
+
+
+def test_a_row_of_runs_beside_other_work_says_so_and_is_no_headline(tmp_path):
+    run = made_run(ms=MS)
+    run.builds[""].cycles[0].others = 1
+    write(run, tmp_path / "h200x1/gpt3-bench")
+    assert table("front", tmp_path) == readme.NOTHING
+    row = table("model", tmp_path, "gpt3").splitlines()[-1]
+    assert "| beside other work 1.250x (1.250 to 1.250) |" in row
+    assert row.endswith("| one host | no headline: beside 1 benchmark on other GPUs |")
+
+
+def test_gpus_whose_hosts_gain_alike_are_one_range(tmp_path):
+    put(tmp_path, 0, ms={"eager": 10.0, "graph_layer": 8.0})
+    put(tmp_path, 1, ms={"eager": 10.4, "graph_layer": 8.0}, boot="c", gpus=H100)
+    assert "| 1.25 to 1.30x |" in table("front", tmp_path)
+    put(tmp_path, 2, ms={"eager": 10.9, "graph_layer": 8.0}, boot="d", gpus=H100)
+    assert "| H100 1.30 to 1.36x<br>H200 1.25x |" in table("front", tmp_path)
+
+
+def test_few_cycles_are_no_headline_and_add_a_host_to_what_a_full_run_opened(tmp_path):
+    put(tmp_path, 0, cycles=3, ms=MS)
+    assert table("front", tmp_path) == readme.NOTHING
+    assert "no headline: 3 cycles, no full run |" in table("model", tmp_path, "gpt3")
+    put(tmp_path, 1, ms={"eager": 9.6, "graph_layer": 8.0}, boot="c")
+    assert "| 1.20 to 1.25x |  | 2 unknown H200 |" in table("front", tmp_path)
+    assert "cycles" not in table("model", tmp_path, "gpt3")
+
+
+def test_a_light_run_on_another_gpu_counts_where_a_full_run_opened_the_workload(tmp_path):
+    put(tmp_path, 0, ms=MS)
+    put(tmp_path, 1, cycles=4, parity="blocks", ms=MS, boot="c", gpus=H100)
+    assert "| 1.25x |  | one unknown H100, one unknown H200 |" in table("front", tmp_path)
+
+
+def test_pages_have_one_range_a_workload(found):
+    """The front page, the answers and the table of step / busy; NVIDIA's table, the scopes and the models' rows."""
+    front, answers, decide, nvidia, scopes = (
+        readme._TABLES[kind](found, ROOT / "README.md", "")
+        for kind in ("front", "answers", "decide", "nvidia", "scopes")
+    )
+    rows = [row for row in found.records() if row.gain is not None and not row.control and row.variant != row.base]
+    compared = 0
+    lines = headlines.of(found)
+    for line, cells_of_line in zip(lines, front.splitlines()[2:], strict=True):
+        for gain in line.gains:
+            assert gain.text in cells_of_line and f"{gain.span} (" in answers and gain.beside in answers
+            assert gain.ceiling is None or f"`{line.variant}`: {gain.text}" in decide
+            same = [
+                row
+                for row in rows
+                if len(gain.gpus) == 1 and row.variant == line.variant and headlines.short(row.gpu) == gain.gpus[0].gpu
+                if (key := headlines._key(frame.where_of(row))) and headlines._names(key)[:2] == (line.name, line.more)
+            ]
+            if len(same) == 1:
+                compared += 1
+                assert tables.gain_range(same[0]) == gain.text.removeprefix(f"{gain.gpu} ")
+    assert compared >= 3
+    keys = [(row.workload, row.machine, row.variant, row.base) for row in rows]
+    assert len(keys) == len(set(keys)), "one row, one range"
+    text = overview.page_of(found, ROOT / "results" / "overview.md")
+    model_tables = "".join(readme._model(found, ROOT / "README.md", model) for model in {row.model for row in rows})
+    for row in (row for row in rows if row.gpu != "CPU"):
+        cell = in_markdown(tables.CELLS["gain over hosts"](row))
+        assert cell in text and cell in model_tables
+    # The range, the hosts and the folder of the run, in all tables that name a variant.
+    links = {tables.linked(tables.gain_and_hosts(row), row, ROOT / "README.md") for row in rows}
+    of_nvidia = re.findall(r"\| (\[[^|]*?\]\([^)]*\)), `", nvidia)
+    assert len(of_nvidia) >= 6 and set(of_nvidia) <= links
+    short = {tables.gain_and_hosts(row, headlines.short(row.gpu)) for row in rows}
+    of_scopes = re.findall(r"\]\(results/[^)]*\) (.*?)(?=<br>| \|)", scopes)
+    assert len(of_scopes) >= 10 and set(of_scopes) <= {in_markdown(text) for text in short}
 
 
 def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp_path):
@@ -201,7 +289,7 @@ def test_an_earlier_file_of_a_step_counts_where_eager_makes_the_same_kernels(tmp
         flags = ["--step", "muon.py:build", "--step-digest", digest]
         more = {"begin_utc": f"2026-12-0{5 - number}T00:00:00Z", "issue": (9.0, 7.0), "boot": f"h{number}"}
         put(tmp_path, number, model=OWN_STEP, label="muon-build", flags=flags, kernels=kernels, ms=MS, **more)
-    assert [line.hosts_text for line in headlines.of(frame.load(tmp_path))] == ["2 H200"]
+    assert [line.hosts_text for line in headlines.of(frame.load(tmp_path))] == ["2 unknown H200"]
 
 
 def test_a_step_whose_graphs_are_all_of_an_earlier_file_without_a_profile_is_no_headline(tmp_path):
@@ -225,7 +313,7 @@ def test_memory_minutes_and_versions_are_those_of_the_runs(tmp_path):
     write(run, tmp_path / "h100x1/gpt3-bench")
     text = table("needs", tmp_path)
     assert "took 3.5 to 3.5 minutes a model. Measured with torch 2.13. " in text
-    assert "| 3.0 (H100) | one H100 |" in table("front", tmp_path)
+    assert "| 3.0 (H100) | one unknown H100 |" in table("front", tmp_path)
     run.end_utc = "a day"
     assert readme.minutes_of(run) == 0
 
@@ -236,7 +324,9 @@ def test_what_failed_and_the_controls_are_counted(tmp_path):
     run.builds[""].variants["graph_layer"].raised = Raised(kind="error", reason="it ended")
     write(run, tmp_path / "h200x1/gpt3-bench")
     lines = table("trust", tmp_path).splitlines()
-    assert lines[0] == "- **Hosts.** 2 workloads measured in 2 files on 2 hosts."
+    assert lines[0].startswith(
+        "- **Hosts.** 2 runs of 1 workload in 2 files, on 2 hosts. A host is one boot of a machine."
+    )
     assert lines[1] == "- **Controls.** Eager against itself: 1.00x; 1 of 1 intervals (95 %) contain 1."
     assert lines[3].startswith("- **What failed.** 1 measurement in 1 run:")
 
@@ -245,7 +335,7 @@ def test_what_failed_and_the_controls_are_counted(tmp_path):
 def test_what_to_do_follows_from_step_and_busy(tmp_path, busy, line):
     put(tmp_path, 0, issue=(5.0, busy))
     lines = table("decide", tmp_path).splitlines()[2:]
-    assert [("GPT-3 175B 1.00x" in each) for each in lines] == [index == line for index in range(3)]
+    assert [("GPT-3 175B, `graph_layer`: 1.00x" in each) for each in lines] == [index == line for index in range(3)]
 
 
 def test_beside_nvidia_stands_the_same_mechanism_alone(tmp_path):
@@ -253,7 +343,7 @@ def test_beside_nvidia_stands_the_same_mechanism_alone(tmp_path):
     assert table("nvidia", tmp_path) == readme.NOTHING
     put(tmp_path, 9, ms={"graph_layer_te": 8.0}, names=("eager", "graph_layer_te"))
     line = table("nvidia", tmp_path).splitlines()[2]
-    assert "[1.25x, one host](h200x1/gpt3-bench) | 1 H200: 8 of 96 layers |" in line
+    assert "[1.25x, one unknown host](h200x1/gpt3-bench), `graph_layer_te` | 1 H200: 8 of 96 layers |" in line
 
 
 def test_a_capture_that_failed_is_not_called_unmeasured(tmp_path):
@@ -320,7 +410,7 @@ def test_the_overview_has_a_table_of_hosts_whose_runs_timed_calls(tmp_path):
 def test_megatrons_scopes_have_the_gains_of_their_variants(tmp_path):
     put(tmp_path, 0, names=("eager", "graph_layer_te"), ms={"eager": 10.0, "graph_layer_te": 8.0})
     lines = table("scopes", tmp_path).splitlines()[2:]
-    assert [("1.25x, one host (H200)" in line) for line in lines] == ["graph_layer_te" in line for line in lines]
+    assert [("1.25x, one unknown H200" in line) for line in lines] == ["graph_layer_te" in line for line in lines]
     assert sum("not measured" in line for line in lines) == len(lines) - 1
 
 
