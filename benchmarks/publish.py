@@ -19,15 +19,13 @@ from graph_worth.harness.command import parser_of
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Census, Run, digits, folder_of
 from graph_worth.harness.files.run_file import CENSUS
-from graph_worth.harness.intervals import LEAST_CYCLES
 from graph_worth.harness.judge import Judged, judged
-from graph_worth.harness.pages.cells import hosts_text
 from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.machine.source import last_commits, source_hash_of_commit
 from graph_worth.text import printable
 
-# Of a census, which asks for hosts and not for narrow intervals.
-LEAST_CENSUS_CYCLES = 4
+# A run of few cycles adds a host or a size; its row says so and is no headline by itself.
+LEAST_CYCLES = 3
 # How far back the source of a run is looked for.
 COMMITS = 50
 # Names of folders and files are made of these, so none leads out of results/.
@@ -121,7 +119,6 @@ def _why_not(run: Run, as_is: bool) -> str:
         return "it ended before all that was asked was measured; the same make bench goes on with it"
     if not run.builds:
         return "it holds no build"
-    least = LEAST_CENSUS_CYCLES if run.parity == "blocks" else LEAST_CYCLES
     for name, judged_build in judged(run).items():
         if not any(variant.blocks for variant in judged_build.build.variants.values()):
             continue
@@ -131,10 +128,10 @@ def _why_not(run: Run, as_is: bool) -> str:
             return f"{fenced[0]}; --as-is publishes it with this failure"
         if not judged_build.base and not fenced:
             return f"no eager variant of {label} passed"
-        if judged_build.quiet_cycles < least:
+        if judged_build.quiet_cycles < LEAST_CYCLES:
             return (
                 f"{label} has {judged_build.quiet_cycles} whole cycles on a quiet host, "
-                f"published runs have at least {least}"
+                f"published runs have at least {LEAST_CYCLES}"
             )
     if not any(judged_build.base or stopped(judged_build) for judged_build in judged(run).values()):
         return "nothing in it was timed"
@@ -144,7 +141,7 @@ def _why_not(run: Run, as_is: bool) -> str:
 def added(path: Path, results: Path) -> list[str]:
     """Return a line for each row that a file would add to: its times, and the hosts that the row has without it."""
     # Copying a file needs no pandas.
-    from benchmarks import frame
+    from benchmarks import corrections, frame
     from benchmarks.pages import tables
 
     content = run_file.read_all(path)
@@ -153,8 +150,10 @@ def added(path: Path, results: Path) -> list[str]:
     published = frame.load(results)
     before = {(frame.where_of(row), row.variant, row.base): row for row in published.records()}
     lines = [f"published as it is: {text}" for text in fenced]
-    for row in frame.records(frame.rows(frame.measured(frame.points_of(runs_with_path)))):
-        if row.kind == "eager" or row.control or not row.headline:
+    points = frame.points_of(runs_with_path, corrections.read(results))
+    declared = {*points["variant"][points["headline"]]}
+    for row in frame.records(frame.rows(frame.measured(points))):
+        if row.kind == "eager" or row.control or row.variant not in declared:
             continue
         name = f"{row.machine}, {row.workload} {row.variant}"
         old = before.get((frame.where_of(row), row.variant, row.base))
@@ -163,9 +162,10 @@ def added(path: Path, results: Path) -> list[str]:
             continue
         hosts = published.hosts["host"][published.hosts["row"] == old.row] if old else []
         kind = "a host more" if str(runs_with_path[0][1].host.boot) not in {*hosts} else "a run more of a known host"
-        known = f"{hosts_text(old.hosts, old.archived_hosts)} before, {tables.gain(old)}" if old and old.hosts else ""
+        known = f"before {tables.gain_and_hosts(old)}" if old and old.hosts else ""
         lines.append(
-            f"{name}: {kind} ({known or 'the first'}): {digits(row.base_ms)} / {digits(row.ms)} ms, {tables.gain(row)}"
+            f"{name}: {kind} ({known or 'the first'}): {digits(row.base_ms)} / {digits(row.ms)} ms, "
+            f"{tables.with_beside(tables.gain(row), row)}; {row.note}".rstrip("; ")
         )
     return lines
 
