@@ -16,7 +16,7 @@ python = "$${make_PYTHON:-.venv/bin/python}"
 setup = @$(if $(make_PYTHON),:,./setup.sh)
 from_make = @$(python) -m benchmarks.from_make
 
-.PHONY: help bench measure census doctor host watch publish sweep compare frame plots readme submit test test-slow long lint format te clean
+.PHONY: help bench measure census doctor host watch publish judge sweep compare frame plots readme submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -39,7 +39,7 @@ help: ## this list
 # LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)
 # CONTROL    ## bench: =0 leaves out the control, the base once more as if it were a variant
 # STEP       ## measure, doctor: your own training step, as in STEP=my_step.py:build (docs/your_step.md)
-# RUN        ## publish: a run file
+# RUN        ## publish, judge: a run file
 # TABLE      ## frame: points (a row a run, build, variant and number of busy processes), rows, archive, faults
 # TO         ## frame: the file, of csv or parquet, as in TO=rows.csv (runs/frame.csv)
 # BASE       ## compare: earlier results; fails where OUT has changed from them, up or down
@@ -83,6 +83,10 @@ watch: ## what a graph could gain in a script as it is: make watch ARGS="-- pyth
 publish: ## copy a sealed run file, RUN=runs/..., unchanged into results/
 	$(setup) core
 	$(from_make) publish
+
+judge: ## what each rule says of a run file, RUN=..., and why it is a headline or not
+	$(setup) core
+	$(from_make) judge
 
 sweep: ## MODEL at several VALUES of the quantity OVER, and a table of all
 	$(setup) core

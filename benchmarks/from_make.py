@@ -41,6 +41,7 @@ TARGETS = {
     "host": (["benchmarks.host"], MEASURE),
     "watch": (["benchmarks.watch"], ()),
     "publish": (["benchmarks.publish", "RUN"], TABLES_OF_RUNS),
+    "judge": (["benchmarks.judge", "RUN"], TABLES),
     "sweep": (["benchmarks.sweep"], MEASURE),
     "submit": (["benchmarks.submit"], TABLES),
     "compare": (["benchmarks.compare", "OUT"], TABLES_OF_RUNS),
