@@ -73,6 +73,7 @@ ENOUGH = {
     "bench": {"MODEL": "gpt3"},
     "measure": {"STEP": "my_step.py:build"},
     "publish": {"RUN": "run.json"},
+    "judge": {"RUN": "run.json"},
     "sweep": {"MODEL": "gpt3", "OVER": "batch", "VALUES": "1,2"},
     "submit": {"MODEL": "gpt3"},
 }
@@ -110,6 +111,7 @@ def test_every_variable_of_help_is_taken_by_its_targets():
         ("sweep", {"MODEL": "x", "OVER": "y"}, "arguments are required: --values"),
         ("measure", {}, "arguments are required: --step"),
         ("publish", {}, "arguments are required: RUN"),
+        ("judge", {}, "arguments are required: RUN"),
     ],
 )
 def test_a_variable_that_a_target_does_not_take_or_lacks_is_refused_in_one_line(capsys, target, given, said):
@@ -158,6 +160,7 @@ TAKERS = {
     "sweep": ("VALUES", "VARIANT"),
     "submit": ("SBATCH", "IMAGE"),
     "publish": ("RUN",),
+    "judge": ("RUN",),
     "compare": ("OUT", "BASE"),
     "frame": ("OUT", "TO"),
 }

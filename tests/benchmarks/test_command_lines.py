@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import compare, gate, publish, submit, sweep
+from benchmarks import compare, gate, judge, publish, submit, sweep
 from graph_worth.folders import ROOT
 from graph_worth.harness import ask, command, measure, report, run
 from graph_worth.harness.processes import launch
@@ -44,6 +44,7 @@ FLAGS = {
     "compare": ["wide", "model"],
     "gate": ["against"],
     "publish": ["into"],
+    "judge": ["out"],
     "measure": ["step", "python", "variants", "cycles", "minutes", "ngpu", "host-load", "out"],
     "report": ["out"],
     "doctor": ["step"],
@@ -58,6 +59,7 @@ ENOUGH = {
     "compare": ["root"],
     "gate": ["root", "--against", "root"],
     "publish": ["root/h200x1/gpt3-bench/20261125T101500Z-a7d396c0.json"],
+    "judge": ["root/h200x1/gpt3-bench/20261125T101500Z-a7d396c0.json"],
     "measure": ["--step", "my_step.py:build"],
     "report": ["root/h200x1/gpt3-bench/20261125T101500Z-a7d396c0.json"],
     "doctor": ["my_step.py:build"],
@@ -122,6 +124,7 @@ PROGRAMS = {
     "submit": lambda argv: submit.main(["--dry-run", *argv]),
     "compare": compare.main,
     "gate": gate.main,
+    "judge": judge.main,
     "publish": publish.main,
 }
 
