@@ -45,7 +45,6 @@ from graph_worth.harness.standing import (
     Standing,
     is_light,
     no_headline,
-    of_few_cycles,
     standing_of,
 )
 
@@ -597,8 +596,9 @@ def opened(points: DataFrame) -> pd.Series:
 def _aside(points: DataFrame) -> pd.Series:
     """Of each row: the reasons of timed runs that neither count nor are beside other work, newest first."""
     table = points[points["standing"] == ASIDE].sort_values("begin_utc", ascending=False, kind="stable")
-    reasons = table.groupby("row")["standing_reason"]
-    return reasons.unique().map(", ".join).astype(TEXT)
+    reasons = table.groupby("row")["standing_reason"].unique()
+    texts = [first if not more else f"{first}, and more" for first, *more in reasons]
+    return pd.Series(texts, index=reasons.index, dtype=TEXT)
 
 
 def _plain(table: DataFrame) -> list:
@@ -632,11 +632,9 @@ def _note(row) -> str:
         fastest, slowest = row.base_fastest_ms, row.base_slowest_ms
         if row.runs == 1 and fastest is not None and slowest > (1 + WIDE_SPREAD) * fastest:
             texts.append(f"{row.base} {digits(fastest)} to {digits(slowest)} ms")
-        reasons = [] if row.is_opened else [of_few_cycles(row.most_cycles)]
-        if row.standing == BESIDE:
-            reasons.append(row.standing_reason if row.runs == 1 else "beside other work")
-        reasons += [row.aside] if row.standing == ASIDE else []
-        texts += [no_headline("; ".join(reasons))]
+        beside = row.standing_reason if row.runs == 1 else "beside other work"
+        reason = {BESIDE: beside, ASIDE: row.aside}.get(row.standing, "")
+        texts.append(no_headline(reason, None if row.is_opened else row.most_cycles))
         texts += [f"not counted: {row.aside}"] if row.aside and row.standing != ASIDE else []
         added, steps = row.added_bytes or 0, row.steps_bytes
         if added >= GIB / 2:

@@ -69,9 +69,8 @@ def _of_variant(build: Judged, name: str, at: Standing) -> str:
     reasons = [] if build.build.variants[name].headline else ["measured where VARIANTS names it"]
     reasons += [] if at.is_counted else [at.text]
     is_light = standing.is_light(build, ratio.cycles)
-    reasons += [standing.of_few_cycles(ratio.cycles)] if is_light and reasons else []
-    headline = "adds a host to a row that a full run opened" if is_light else "headline"
-    return ", ".join(parts) + (f"; {standing.no_headline('; '.join(reasons)) or headline}" if is_graph else "")
+    text = standing.no_headline("; ".join(reasons), ratio.cycles if is_light else None)
+    return ", ".join(parts) + (f"; {text or 'headline'}" if is_graph else "")
 
 
 def work(args) -> int:

@@ -120,11 +120,7 @@ def _answers(results, page, argument):
     if not lines:
         return NOTHING
     by_band = headlines.bands(lines)
-    texts = [
-        f"- **{BANDS[band]}** {'; '.join(_gain_of(*pair) for pair in by_band[band])}."
-        for band in BANDS
-        if by_band[band]
-    ]
+    texts = [f"- **{BANDS[band]}** {_gains_of(by_band[band], band)}." for band in BANDS if by_band[band]]
     points = frame.timed(headlines.points(results))
     points = points[(points["base_issue_ms"] > 0) & (points["base_kernels"] > 0)]
     issue_us = 1e3 * points["base_issue_ms"] / points["base_kernels"]
@@ -137,6 +133,15 @@ def _answers(results, page, argument):
         text = f"- **Many small kernels?** Hosts took {shortest:.0f} to {longest:.0f} us to issue one: capture "
         texts.append(f"{text}where yours are shorter in the mean, whatever their number. In us: {ends}.")
     return "\n".join(texts)
+
+
+def _gains_of(pairs: list[tuple[Headline, Gain]], band: str) -> str:
+    """Names, gains and hosts; of those that gain nothing one range, since the table below has the others."""
+    if band != "never" or len(pairs) == 1:
+        return "; ".join(_gain_of(*pair) for pair in pairs)
+    names = "; ".join(f"{line.words} ({gain.gpu})" if gain.gpu else line.words for line, gain in pairs)
+    every = Gain("", tuple(gpu for _, gain in pairs for gpu in gain.gpus))
+    return f"{in_markdown(names)}: {every.text}"
 
 
 def _gain_of(line: Headline, gain: Gain) -> str:

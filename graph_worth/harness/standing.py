@@ -62,7 +62,7 @@ def standing_of(judged: Judged, correction: Correction | None = None) -> Standin
     aside += [judged.disagrees_with_alone] if judged.disagrees_with_alone else []
     is_known, pace = bool(others) and None not in others, pace_of(judged)
     if is_known and pace is not None and not 1 / (1 + PACE) <= pace <= 1 + PACE:
-        aside.append(f"{judged.base} takes {pace:.2f} times as long at the end of the run as at its begin")
+        aside.append(f"{judged.base} takes {pace:.2f} times as long at the end as at the begin")
     if aside:
         return Standing(ASIDE, tuple(aside))
     unknown = [] if is_known else ["the file does not tell of other work on the host"]
@@ -87,14 +87,10 @@ def pace_of(judged: Judged) -> float | None:
     return last / first
 
 
-def no_headline(reasons: str) -> str:
-    """The words beside a row, or a run, that is no headline."""
-    return f"no headline: {reasons}" if reasons else ""
-
-
-def of_few_cycles(cycles: int) -> str:
-    """The reason why a light run opens no row."""
-    return f"{cycles} cycles, no full run"
+def no_headline(reasons: str, cycles: int | None = None) -> str:
+    """The words beside a row, or a run, that is no headline; `cycles`: of a light run, which opens no row."""
+    texts = [reasons] * bool(reasons) + ([f"{cycles} cycles, no full run"] if cycles else [])
+    return f"no headline{'' if reasons else ' by itself'}: {'; '.join(texts)}" if texts else ""
 
 
 def is_light(judged: Judged, cycles: int) -> bool:

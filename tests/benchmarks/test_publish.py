@@ -103,7 +103,7 @@ def test_what_is_no_evidence_is_refused(tmp_path, results, run, said):
 
 def test_few_cycles_are_published_and_said(made, results, capsys):
     assert publish.main([str(made(cycles=3)), "--into", str(results)]) == 0
-    assert "no headline: 3 cycles, no full run" in capsys.readouterr().out
+    assert "no headline by itself: 3 cycles, no full run" in capsys.readouterr().out
 
 
 def test_links_are_refused_wherever_they_stand(made, tmp_path, results):

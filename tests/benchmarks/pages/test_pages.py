@@ -54,7 +54,7 @@ def test_the_front_page_is_short():
     assert len(README.splitlines()) <= 110
     # As a reader sees it: without addresses, markers and the lines of tables.
     text = re.sub(r"<!--.*?-->|\]\([^)]*\)", " ", README)
-    assert sum(bool(re.search(r"\w", word)) for word in text.replace("|", " ").split()) <= 1000
+    assert sum(bool(re.search(r"\w", word)) for word in text.replace("|", " ").split()) <= 1150
 
 
 def headings(path):
@@ -174,6 +174,8 @@ def test_the_answers_say_on_how_many_hosts(tmp_path):
         "- **Measure your host first:** RNN-T, one length, 1.10x (one unknown host).",
         "- **Leave it eager:** mine 1.00x (one unknown host).",
     ]
+    put(tmp_path, 5, model="other", ms={"eager": 10.2, "graph_layer": 10.0}, boot="g")
+    assert table("answers", tmp_path).splitlines()[2] == "- **Leave it eager:** other; mine: 1.00 to 1.02x."
 
 
 def test_the_hosts_time_for_a_kernel_stands_beside_the_gpus(tmp_path):
@@ -233,7 +235,7 @@ def test_gpus_whose_hosts_gain_alike_are_one_range(tmp_path):
 def test_few_cycles_are_no_headline_and_add_a_host_to_what_a_full_run_opened(tmp_path):
     put(tmp_path, 0, cycles=3, ms=MS)
     assert table("front", tmp_path) == readme.NOTHING
-    assert "no headline: 3 cycles, no full run |" in table("model", tmp_path, "gpt3")
+    assert "no headline by itself: 3 cycles, no full run |" in table("model", tmp_path, "gpt3")
     put(tmp_path, 1, ms={"eager": 9.6, "graph_layer": 8.0}, boot="c")
     assert "| 1.20 to 1.25x |  | 2 unknown H200 |" in table("front", tmp_path)
     assert "cycles" not in table("model", tmp_path, "gpt3")
@@ -256,7 +258,8 @@ def test_pages_have_one_range_a_workload(found):
     lines = headlines.of(found)
     for line, cells_of_line in zip(lines, front.splitlines()[2:], strict=True):
         for gain in line.gains:
-            assert gain.text in cells_of_line and f"{gain.span} (" in answers and gain.beside in answers
+            assert gain.text in cells_of_line
+            assert gain.ends[1] < headlines.SMALL or (f"{gain.span} (" in answers and gain.beside in answers)
             assert gain.ceiling is None or f"`{line.variant}`: {gain.text}" in decide
             same = [
                 row
