@@ -18,7 +18,7 @@ from graph_worth.harness.files.facts import Census, Run
 from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS, Judged, judged
 from graph_worth.harness.pages.cells import NO_CEILING, counted, milliseconds
-from graph_worth.harness.pages.run_table import ratio_cells
+from graph_worth.harness.pages.run_table import ratio_cells, unchecked
 from graph_worth.harness.standing import Standing, standing_of
 from graph_worth.text import printable
 
@@ -31,6 +31,7 @@ def lines_of(run: Run, known: Corrections = corrections.NONE) -> Iterator[str]:
         yield f"  {f'build {name}' if name else 'standing'}: {at.kind}{f' ({at.text})' if at.text else ''}"
         yield from (f"    {line}" for line in _of_build(build))
         yield from (f"    {_of_variant(build, variant, at)}" for variant in build.verdicts)
+        yield from (f"    {line}" for line in unchecked(build))
 
 
 def _of_build(build: Judged) -> Iterator[str]:

@@ -349,6 +349,7 @@ def test_machines_with_most_rows_come_first_and_cpus_last():
 
 def test_a_point_has_every_column_with_its_type(tmp_path):
     put(tmp_path, 0, busy=16, ms={"eager": [10.0, 20.0], "graph_layer": 8.0}, unsupported=("graph_x",))
+    (tmp_path / "none").mkdir()
     for root in (tmp_path, tmp_path / "none"):
         points = frame.read(root)
         assert {name: str(points[name].dtype) for name in points} == {

@@ -465,8 +465,6 @@ def test_a_base_that_another_process_cannot_repeat_fails_itself():
     assert verdict(run).fault is None, "twice what the base differs by"
 
 
-
-
 # ------------------------------------------------------------------------------------------------
 # Blocks: one is enough on a GPU. Threads want three of eight on a CPU, where time accuses nobody
 
