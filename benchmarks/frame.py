@@ -36,7 +36,7 @@ from graph_worth.harness.files.facts import Run, Variant, digits
 from graph_worth.harness.files.workload import Workload, build_of, workload_of
 from graph_worth.harness.intervals import Ratio
 from graph_worth.harness.judge import ESTIMATED, PASS, Judged, Noted, judged
-from graph_worth.harness.pages.cells import GIB, NO_CEILING, counted, gib
+from graph_worth.harness.pages.cells import GIB, NO_CEILING, counted, gib, span
 from graph_worth.harness.standing import (
     ASIDE,
     BESIDE,
@@ -48,7 +48,7 @@ from graph_worth.harness.standing import (
     standing_of,
 )
 
-# Ends the label of a user's step that a newer run measured with another file.
+# In the label of a user's step that a newer run measured with another file, before four digits of its digest.
 EARLIER = ", earlier file"
 # A row names the scatter of its base's blocks if they differ by more.
 WIDE_SPREAD = 0.10
@@ -421,6 +421,10 @@ def points_of(runs: Iterable[tuple[Path, Run]], corrections: Corrections = corre
     return DataFrame(series)
 
 
+def _earlier(where: Workload) -> str:
+    return f"{where.label}{EARLIER} {where.digest[:4]}".rstrip()
+
+
 def _with_earlier_files(points: list[_Point]) -> list[_Point]:
     """Give a step of a user another name where a newer run measured another file of the same name."""
     newest: dict[Workload, tuple[str, str]] = {}
@@ -430,7 +434,7 @@ def _with_earlier_files(points: list[_Point]) -> list[_Point]:
     return [
         point
         if point.workload.digest == newest[replace(point.workload, digest="")][1]
-        else replace(point, workload=replace(point.workload, label=f"{point.workload.label}{EARLIER}"))
+        else replace(point, workload=replace(point.workload, label=_earlier(point.workload)))
         for point in points
     ]
 
@@ -581,7 +585,7 @@ def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
     table["is_opened"] = is_opened | ~table.index.isin(every_ratio["row"])
     table["headline"] &= table["is_opened"] & table["standing"].isin(COUNTED)
     table["standing"] = table["standing"].fillna("")
-    table["aside"] = _aside(every_ratio)
+    table = table.join(_aside(every_ratio))
     for name in ("run", "path"):
         table[f"memory_{name}"] = table[f"memory_{name}"].fillna(table[name])
     table["note"] = pd.Series([_note(row) for row in _plain(table)], index=table.index, dtype=TEXT)
@@ -593,12 +597,12 @@ def opened(points: DataFrame) -> pd.Series:
     return points["row"][points["ratio"].notna() & ~points["light"].fillna(True).astype(bool)]
 
 
-def _aside(points: DataFrame) -> pd.Series:
-    """Of each row: the reasons of timed runs that neither count nor are beside other work, newest first."""
-    table = points[points["standing"] == ASIDE].sort_values("begin_utc", ascending=False, kind="stable")
-    reasons = table.groupby("row")["standing_reason"].unique()
-    texts = [first if not more else f"{first}, and more" for first, *more in reasons]
-    return pd.Series(texts, index=reasons.index, dtype=TEXT)
+def _aside(points: DataFrame) -> DataFrame:
+    """The timed runs of a row that neither count nor are beside other work: their reasons, newest first, and gains."""
+    by_row = points[points["standing"] == ASIDE].sort_values("begin_utc", ascending=False, kind="stable").groupby("row")
+    table = by_row["ratio"].agg(aside_low="min", aside_high="max")
+    texts = [first if not more else f"{first}, and more" for first, *more in by_row["standing_reason"].unique()]
+    return table.assign(aside=pd.Series(texts, index=table.index, dtype=TEXT))
 
 
 def _plain(table: DataFrame) -> list:
@@ -635,7 +639,8 @@ def _note(row) -> str:
         beside = row.standing_reason if row.runs == 1 else "beside other work"
         reason = {BESIDE: beside, ASIDE: row.aside}.get(row.standing, "")
         texts.append(no_headline(reason, None if row.is_opened else row.most_cycles))
-        texts += [f"not counted: {row.aside}"] if row.aside and row.standing != ASIDE else []
+        not_counted = f"not counted: {span(row.aside_low, row.aside_high, '.3f', 'x')} ({row.aside})"
+        texts += [not_counted] if row.aside and row.standing != ASIDE else []
         added, steps = row.added_bytes or 0, row.steps_bytes
         if added >= GIB / 2:
             is_brief = steps is not None and added - steps >= GIB / 2

@@ -237,7 +237,7 @@ def _with_key(table: DataFrame) -> DataFrame:
 
 def _key(where: Workload) -> Key | None:
     """Model, preset without its layers, and label; None for a workload that is no headline."""
-    label = where.label.removesuffix(frame.EARLIER)
+    label = where.label.partition(frame.EARLIER)[0]
     if where.busy or where.ranks > 1 or where.build:
         return None
     if where.model == OWN_STEP:
@@ -266,7 +266,7 @@ def _of_points(results: Results, points: DataFrame) -> DataFrame:
     reference = newest.sort_values("begin_utc", ascending=False, kind="stable").drop_duplicates("key")
     kernels = newest["key"].map(reference.set_index("key")["base_kernels"]).astype(float)
     is_same = (newest["base_kernels"] - kernels).abs() <= SAME_KERNELS * kernels
-    counted = newest[is_same | ~newest["label"].str.endswith(frame.EARLIER)]
+    counted = newest[is_same | ~newest["label"].str.contains(frame.EARLIER, regex=False)]
     # Of several bases the one with most runs comes first.
     counted = counted.drop_duplicates([*frame.WORKLOAD, "variant"])
     old = results.hosts[results.hosts["archived"]]

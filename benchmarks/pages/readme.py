@@ -310,13 +310,14 @@ def _nvidia(results, page, argument):
 
 
 def _ceiling(points: DataFrame) -> str:
-    # Each graph in each run on a GPU that has a gain and a ceiling, contended cycles apart.
+    # Each graph in each run on a GPU that has a gain, contended cycles apart; a ceiling over ranks may not be known.
+    graphs = points[points["ratio"].notna() & (points["kind"] != "eager") & ~points["control"]]
     reached = points.dropna(subset=["ratio", "ceiling"])
     if not len(reached):
         return NOTHING
-    most, worst = (reached["ratio"] / reached["ceiling"]).max() - 1, reached["ratio"].min()
+    most, worst = (reached["ratio"] / reached["ceiling"]).max() - 1, graphs["ratio"].min()
     text = f"**Ceiling.** On {counted(reached['host'].nunique(), 'host')} none of {len(reached)} graphs gained over "
-    loss = f" The worst took {1 / worst:.2f} times as long as eager." if worst < 1 else ""
+    loss = f" The worst of all {len(graphs)} took {1 / worst:.2f} times as long as eager." if worst < 1 else ""
     return f"{text}{100 * max(most, 0.0):.1f} % more than step / busy.{loss}"
 
 

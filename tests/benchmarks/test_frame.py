@@ -200,7 +200,7 @@ def test_two_files_of_one_step_name_are_two_workloads(tmp_path):
     rows = [row for row in frame.load(tmp_path).records() if row.variant == "graph_layer"]
     assert sorted((row.digest, row.hosts) for row in rows) == [("aaaa", 2), ("bbbb", 1)]
     # The one that was measured last has the name alone.
-    assert {(row.digest, row.workload) for row in rows} == {("bbbb", "mine"), ("aaaa", "mine, earlier file")}
+    assert {(row.digest, row.workload) for row in rows} == {("bbbb", "mine"), ("aaaa", "mine, earlier file aaaa")}
     # The flag of a model that happens to have this name is no digest.
     assert workload_of(made_run(flags=["--step-digest", "aaaa"])).digest == ""
 

@@ -203,7 +203,7 @@ def test_a_run_that_does_not_count_stands_beside_the_headline_or_in_a_note(tmp_p
     answer = table("answers", tmp_path)
     assert f"GPT-3 175B 1.25x (one unknown host{more})" in answer
     more = "; beside other work to 2.857x" if standing == "beside" else ""
-    note = "" if standing == "beside" else "not counted: eager in blocks takes 2.00 times as long as alone"
+    note = "" if standing == "beside" else "not counted: 2.857x (eager in blocks takes 2.00 times as long as alone)"
     assert f"| 1.250x (1.250 to 1.250){more} |  | one unknown host | {note} |" in row
 
 
@@ -364,8 +364,10 @@ def test_the_ceiling_counts_what_reached_it(tmp_path):
     put(tmp_path, 1, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 10.0}, boot="c", **later)
     put(tmp_path, 2, issue=(5.0, 9.9), model="other", boot="d", **later)
     put(tmp_path, 3, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 10.0}, boot="e")
+    put(tmp_path, 4, issue=None, ms={"eager": 12.0, "graph_layer": 15.0}, boot="f")
     text = readme.ceiling_text(frame.load(tmp_path).points)
     assert text.startswith("On 4 hosts none of 4 graphs gained over 0.0 % more than step / busy.")
+    assert "The worst of all 5 took 1.25 times as long as eager." in text
     assert "1 of 2 graphs that could gain over 5 % and 1 of 1 graphs that could gain less reached it" in text
     lines = readme.misses(frame.load(tmp_path).points)
     assert len(lines) == 2 and "80.0 % of 1.500x; its kernels take +0.0 %" in lines[0]
