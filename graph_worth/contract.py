@@ -25,6 +25,7 @@ and --describe take a tenth of a second. The worker evaluates `graphs`, `replays
 """
 
 import ast
+import contextlib
 import importlib.util
 import os
 import re
@@ -59,6 +60,7 @@ class Training:
         skip: skip(n) passes n batches over after a reset, where steps read one after another whatever their index.
         batch_class: class of the batch of a step: batches of one shape are one class.
         grad_norms: grad_norms(n) of steps 0 to n - 1.
+        compared: compared() is a context of the steps whose losses and state are compared with another variant's.
         evaluate: mean loss over held-out batches, for --mllog; it leaves the training state as it is.
         finish: work after a training by hand, such as saving a file; returns lines for a person.
         close: releases data workers and files; what it returns is written by --record.
@@ -82,6 +84,7 @@ class Training:
     skip: Callable[[int], None] = lambda count: None
     batch_class: Callable[[int], int] = lambda index: 0
     grad_norms: Callable[[int], list[float]] = lambda count: []
+    compared: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     evaluate: Callable[[], float] | None = None
     finish: Callable[[], list[str]] | None = None
     close: Callable[[], dict | None] | None = None

@@ -18,8 +18,7 @@ What cannot be seen, and is frozen into the graph or missed:
 - Devices: all is on the host, so a missing `.to(device)` or a copy from unpinned memory passes.
 - What is not an operator: NumPy and C++ code that hold a tensor's memory, and code compiled by torch.compile.
   torch's DDP reduces from C++ hooks; use graph_worth/parallel/collectives.py.
-Refused although CUDA could: F.one_hot, whose host kernel reads the largest value, and x[mask] = number in the
-backward of a custom autograd.Function (masked_fill_ goes).
+Refused although CUDA could: x[mask] = number in the backward of a custom autograd.Function (masked_fill_ goes).
 """
 
 import torch

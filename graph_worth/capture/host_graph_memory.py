@@ -74,7 +74,7 @@ class ExternalStorage:
 
     def __init__(self, storage, operator, line):
         self._reference = StorageWeakRef(storage)
-        self._pointer = storage.data_ptr()
+        self._pointer, self._is_empty = storage.data_ptr(), not storage.nbytes()
         self._reader, self._line = f"{operator} at {line}", line
         # Owns no memory, so that the owner's memory is freed when the owner drops it.
         self._shell = torch._C._construct_storage_from_data_pointer(self._pointer, storage.device, storage.nbytes())
@@ -88,6 +88,8 @@ class ExternalStorage:
 
     def check(self) -> None:
         """Raise a CaptureError where the storage was freed, or its memory has moved."""
+        if self._is_empty:
+            return
         storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         if storage is None:
             why = "an input or parameter was replaced, copy into it instead"

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -10,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from graph_worth.capture import host_graph_rules as rules
+from graph_worth.capture.asking import answering
 from graph_worth.capture.dispatch_modes import without_compiler
 from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.host_graph_memory import View
+from graph_worth.capture.host_tensors import HostTensors, one_hot_as_on_gpu
 
 
 @dataclass
@@ -116,6 +119,7 @@ class Recorder:
         self.thread = threading.get_ident()
         self.in_operator = False
         self.stores_number = False
+        self.host: Any = HostTensors(self.fail)
         self.last_line = "the start of the capture"
         self.states = self._random_states()
 
@@ -132,7 +136,7 @@ class Recorder:
         try:
             for owner, name, reason in rules.PATCHED:
                 setattr(owner, name, self._refusing(getattr(owner, name), f"{owner.__name__}.{name}", reason))
-            with _FunctionMode(self.function), _DispatchMode(self.operator):
+            with answering(), one_hot_as_on_gpu(), _FunctionMode(self.function), _DispatchMode(self.operator):
                 result = fn()
             self._check_random_states("the end of the capture")
         except Exception as error:
@@ -140,7 +144,8 @@ class Recorder:
                 raise
             raise self.error from error
         finally:
-            _recording = None
+            # A cycle of references would keep the storages.
+            _recording = self.host = None
             for owner, name, original in originals:
                 if original is None:
                     delattr(owner, name)
@@ -160,7 +165,7 @@ class Recorder:
 
     def function(self, func, args, kwargs):
         """Run a function of torch's Python API, or refuse it."""
-        if func in rules.FORBIDDEN_FUNCTIONS:
+        if func in rules.FORBIDDEN_FUNCTIONS and not self.host.are_host(args):
             self.fail(*rules.FORBIDDEN_FUNCTIONS[func])
         if func in rules.SPLITS and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args[1:], kwargs))):
             self.fail("torch.tensor_split", rules.SHAPE)
@@ -170,7 +175,8 @@ class Recorder:
                 return func(*args, **kwargs)
             finally:
                 self.stores_number = False
-        return func(*args, **kwargs)
+        with self.host.calling(func, args, kwargs):
+            return func(*args, **kwargs)
 
     def operator(self, func, args, kwargs):
         """Run an operator and record it, or refuse it."""
@@ -179,8 +185,9 @@ class Recorder:
         line = rules.user_line()
         self._check_random_states(line)
         number = self.stores_number and func._schema.name == "aten::lift_fresh" and args[0].dim() == 0
-        reason = None if number else rules.reason_against(func, args, kwargs)
-        if reason:
+        makes, of_host = self.host.makes(func), self.host.are_host(tree_leaves((args, kwargs)))
+        reason = None if number or makes else rules.reason_against(func, args, kwargs)
+        if reason and not (of_host and reason in rules.NO_MATTER_ON_HOST):
             self.fail(func, reason, line)
         # Most calls have no nests, and a tree of their arguments would take as long again.
         has_nests = kwargs or any(isinstance(argument, tuple | list | dict) for argument in args)
@@ -189,6 +196,7 @@ class Recorder:
         for leaf in leaves:
             if isinstance(leaf, torch.Generator) and leaf._cdata not in known:  # type: ignore[attr-defined]
                 self.fail(func, rules.UNKNOWN_GENERATOR, line)
+        self.host.before(leaves)
         self.in_operator = True
         try:
             result = func(*args, **kwargs)
@@ -196,8 +204,11 @@ class Recorder:
             self.in_operator = False
         self.last_line = line
         self.states = self._random_states()
-        if number:
-            self.produced[self._view(result, func, line).storage] = (result.dtype, True)
+        self.host.after(leaves, result, *((func, rules.NEW, line) if makes and result.numel() else ()))
+        # A replay repeats no work of the host, but for its draws from the generator that it shares with the device.
+        if number or makes or (of_host and torch.Tag.nondeterministic_seeded not in func.tags):
+            for tensor in filter(torch.is_tensor, tree_leaves(result)):
+                self.produced[self._view(tensor, func, line).storage] = (tensor.dtype, True)
         else:
             self._record(func, line, leaves, structure, result)
         return result
@@ -253,7 +264,8 @@ class Recorder:
 
     def _refusing(self, original, name, reason):
         def refuse(*args, **kwargs):
-            if self.in_operator or threading.get_ident() != self.thread:
+            is_for_host = reason in rules.NO_MATTER_ON_HOST and self.host.are_host(args)
+            if self.in_operator or is_for_host or threading.get_ident() != self.thread:
                 return original(*args, **kwargs)
             self.fail(name, reason)
 

@@ -16,6 +16,8 @@ RANDOM = "reads or sets the random state on the host: do it before the capture"
 RESIZES = "moves a tensor's memory, a graph's addresses are fixed"
 COLLECTIVE = "is a collective of torch.distributed: use graph_worth/parallel/collectives.py"
 UNKNOWN_GENERATOR = "draws from a generator that is unknown to the pool: call register_generator"
+# Of a tensor of the host: nothing waits for the GPU.
+NO_MATTER_ON_HOST = (READS, SHAPE)
 # Of a replay.
 GONE = "reads a tensor that is gone: its memory was freed after the capture"
 MOVED = "reads a tensor whose memory moved after the capture"
@@ -67,6 +69,8 @@ IN_PLACE_VIEWS = {f"aten::{name}" for name in ("as_strided_", "detach_", "squeez
 def reason_against(func, args, kwargs) -> str | None:
     """Return the reason why a graph cannot hold this call of an operator, or None."""
     name = func._schema.name
+    if name == "aten::lift_fresh" and not args[0].numel():
+        return None  # nothing is copied
     if name in _FORBIDDEN_OPERATORS:
         return _FORBIDDEN_OPERATORS[name]
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):

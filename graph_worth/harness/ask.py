@@ -54,6 +54,7 @@ class Options:
         flags: of the training script.
         is_census: eager and one graph, with the losses of the blocks as parity.
         end_s: time.monotonic() by which the last cycle is to end.
+        tolerance: of losses in blocks, where a variant declares none.
     """
 
     model: str
@@ -86,6 +87,7 @@ class Options:
     flags: list[str] = field(default_factory=list)
     is_census: bool = False
     end_s: float | None = None
+    tolerance: float | None = None
 
 
 def flags_for(use: str) -> dict[str, dict]:
@@ -116,6 +118,7 @@ class Ask:
         launch: how the script is started.
         host: `launch.describe_here()`.
         builds: in the order in which they are measured.
+        tolerance: of `Options`.
     """
 
     model: str
@@ -128,6 +131,7 @@ class Ask:
     gpus: Gpus
     host: dict
     builds: list[BuildRequest] = field(default_factory=list)
+    tolerance: float | None = None
 
     @property
     def name(self) -> str:
@@ -169,6 +173,7 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
         launch=started,
         gpus=gpus,
         host=machine,
+        tolerance=args.tolerance,
     )
     chosen = chosen_variants(args.variants, description)
     builds = description["builds"]
@@ -266,7 +271,7 @@ def _build(request, name, fields, variants, has_control, apart) -> BuildRequest:
     description, on_gpu = request.description, bool(request.gpus.names)
     options = [text for key, value in fields.items() for text in (flag_of(key), str(value))]
     script_words = [*script.words_of(request.model), "--preset", request.preset]
-    declared = {variant: _declared(variant, variants, description) for variant in variants}
+    declared = {variant: _declared(variant, variants, description, request.tolerance) for variant in variants}
     if has_control:
         declared[CONTROL] = {
             "kind": "eager",
@@ -295,7 +300,7 @@ def _build(request, name, fields, variants, has_control, apart) -> BuildRequest:
     )
 
 
-def _declared(variant, variants, description) -> dict:
+def _declared(variant, variants, description, usual_tolerance=None) -> dict:
     """The declaration of a variant, as the run file needs it. `variants`: all variants of the build."""
     tolerance = description["tolerance"].get(variant)
     reference = description["reference"].get(variant, "eager")
@@ -304,7 +309,7 @@ def _declared(variant, variants, description) -> dict:
         "help": description["variants"][variant],
         "reference": reference if reference in variants else variants[0],
         "parity": "bitwise" if variant in description["bitwise"] else tolerance,
-        "tolerance": tolerance,
+        "tolerance": tolerance or (usual_tolerance if variant != "eager" else None),
         "headline": variant in description["headline"],
         "traits": description["traits"].get(variant, {}),
     }

@@ -63,6 +63,8 @@ WHOLE = ("graph_step", *COMPILED)
 # Measured where the file hands one over.
 MINE = "mine"
 USUAL = [name for name in WHAT if name != MINE]
+# Losses of blocks of a step that does otherwise in a capture, as the doctor has compared them.
+AWARE_TOLERANCE = 1e-2
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
 # In the user's interpreter, which may be old: versions of Python and torch.
 VERSIONS = """
@@ -266,6 +268,12 @@ def _usual(args, options: Options, seen: dict) -> Options:
     return request(args, ",".join([*names, *([MINE] if seen.get("has_mine") else [])]))
 
 
+def _as_captured(options: Options) -> None:
+    """Compare graphs with eager steps that do what they do in a capture; those of blocks do what they do without."""
+    options.flags += ["--as-captured", "true"]
+    options.tolerance = AWARE_TOLERANCE
+
+
 def _check_root(options: Options) -> None:
     """Make the root of the runs now: the doctor may need minutes before a run would find that it cannot.
 
@@ -364,6 +372,8 @@ def _measure(args, answer: dict) -> int:
         print(f"The doctor itself failed{ended} and is left out.")
     if not args.variants and not args.quick:
         options = _usual(args, options, seen)
+    if seen.get("is_capture_aware"):
+        _as_captured(options)
     if args.cycles is None and args.minutes is None and not args.host_load:
         options.end_s = begin_s + CYCLES_END_S
     ((measured, path),), _ = run.measured(options)

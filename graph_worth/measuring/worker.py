@@ -349,8 +349,9 @@ class Worker:
             return of_first_rank(index + 1 >= LEAST_COURSE and time.monotonic() - start_s > seconds)
 
         course = Course(self.training, hashed=every if every_step else every[-1:])
-        for index in course.steps(first + count, is_over):
-            variant.step(index)
+        with self.training.compared():
+            for index in course.steps(first + count, is_over):
+                variant.step(index)
         parity.require_finite(course.losses)
         norms = self.training.grad_norms(course.count)
         return {

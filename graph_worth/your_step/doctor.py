@@ -13,13 +13,14 @@ import contextlib
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from graph_worth.capture.asking import answering
+from graph_worth.capture.host_tensors import one_hot_as_on_gpu
 from graph_worth.config import end_with_supervisor, mistakes_in_one_line
 from graph_worth.files import write_text
 from graph_worth.machine.memory import explain_oom
@@ -29,7 +30,7 @@ from graph_worth.measuring.module_parts import shown
 from graph_worth.parallel import collectives
 from graph_worth.text import lines
 from graph_worth.your_step import rank_decisions, step_file, user_file
-from graph_worth.your_step.eager import EagerSteps
+from graph_worth.your_step.eager import AWARE, EagerSteps
 from graph_worth.your_step.findings import NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
 from graph_worth.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
 from graph_worth.your_step.modules import GraphedModules
@@ -42,6 +43,8 @@ from graph_worth.your_step.uninitialised import Filled
 NUM_STEPS_IN_ALL = 80
 # Of a capture that trains otherwise: the batch that it may have kept, and how many eager steps its maker made first.
 MOST_BATCHES_TRIED, MOST_STEPS_BEFORE_CAPTURE = 8, 12
+# Of a diagnosis, for programs.
+FACTS = ("status", "whole_is_right", "has_mine", "is_capture_aware")
 # Of these a note remains where the whole step of a user trains as eager does.
 _HARMLESS = ("not handed over", "thread")
 _OF_OPTIMIZER = ("optimizer", "loss scaler", "learning rate")
@@ -87,6 +90,7 @@ class Diagnosis:
         outcomes: title of each graph -> its result in one line.
         whole_is_right: a graph of the whole step trains as eager does.
         has_mine: the file hands over a capture of its own.
+        is_capture_aware: it does otherwise while a stream captures, and trains as well.
         names: path of a module -> name to print, where it is another one.
     """
 
@@ -94,6 +98,7 @@ class Diagnosis:
     outcomes: dict[str, str] = field(default_factory=dict)
     whole_is_right: bool = False
     has_mine: bool = False
+    is_capture_aware: bool = False
     names: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -139,13 +144,15 @@ def diagnose(text: str, device: torch.device, before_mine: Callable = lambda dia
 
 
 def _without_mine(state) -> Diagnosis:
-    with _one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
+    with one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
         eager = EagerSteps(state)
         diagnosis = Diagnosis(findings=list(eager.findings()), names=shown(state.modules))
         if has_several_ranks():
             diagnosis.findings = rank_decisions.merged(diagnosis.findings) + rank_decisions.parting(state, eager.first)
         is_known = any(finding.level == WRONG for finding in diagnosis.findings)
-        trial = Trial(state, rank_decisions.first(is_known or bool(eager.host_values())))
+        aware = {finding.level for finding in diagnosis.findings if finding.kind == AWARE}
+        diagnosis.is_capture_aware = aware == {NOTE}
+        trial = Trial(state, rank_decisions.first(is_known or bool(eager.host_values())), aware <= {NOTE})
         outcomes = _tried(trial, diagnosis.findings, WHOLE, UP_TO_OPTIMIZER)
         failed = [outcome.finding for outcome in outcomes if outcome.finding]
         diagnosis.outcomes = {WHOLE.title: outcomes[0].text, UP_TO_OPTIMIZER.title: outcomes[1].text}
@@ -191,7 +198,7 @@ def of_mine(state: StepState) -> Outcome:
     evidence, level = (outcome.finding.evidence, outcome.finding.level) if outcome.finding else (outcome.text, STOPS)
     if level == WRONG:
         # The finding stands without its cause, too.
-        with torch_settings.deterministic_kernels(), contextlib.suppress(Exception):
+        with torch_settings.deterministic_kernels(), contextlib.suppress(Exception), answering():
             cause = _cause_of_mine(state)
             evidence = f"{cause}; {evidence}" if cause else evidence
     code = getattr(state.make_mine, "__code__", None)
@@ -232,22 +239,6 @@ def _cause_of_mine(state: StepState) -> str:
     if any(is_like(frozen(values)) for values in after_steps):
         return f"it goes on with the numbers on the host of its capture{words}"
     return ""
-
-
-@contextlib.contextmanager
-def _one_hot_as_on_gpu():
-    """Within it, one_hot with a number of classes reads nothing on the host, in the backward pass neither."""
-
-    def one_hot(values, num_classes=-1):
-        number = int(values.max()) + 1 if num_classes == -1 else num_classes
-        zeros = torch.zeros(*values.shape, number, dtype=torch.long, device=values.device)
-        return zeros.scatter_(-1, values.unsqueeze(-1), 1)
-
-    with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for key in ("CPU", "AutogradCPU"):
-            library.impl("one_hot", one_hot, key)
-        yield
 
 
 def main(argv=None) -> int:
@@ -295,7 +286,7 @@ def _write(diagnosis: Diagnosis, names: list[str]) -> None:
     for name in names:
         try:
             write_text(Path(name), diagnosis.text())
-            facts = {key: getattr(diagnosis, key) for key in ("status", "whole_is_right", "has_mine")}
+            facts = {key: getattr(diagnosis, key) for key in FACTS}
             write_text(Path(f"{name}.json"), json.dumps(facts))
         except OSError as error:
             raise ValueError(f"{name}: {error.strerror}") from None

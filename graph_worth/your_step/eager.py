@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import torch
 
 from graph_worth.capture import host_graph_rules as rules
+from graph_worth.capture.asking import answering
 from graph_worth.capture.errors import explained
-from graph_worth.measuring import operator_table
+from graph_worth.measuring import course, operator_table, parity, torch_settings
 from graph_worth.snapshot import storage_id
 from graph_worth.your_step import compare, handed_over, host_values, rank_decisions
 from graph_worth.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
@@ -30,6 +31,9 @@ NUM_STEPS = 5
 # Whose steps run with memory filled with NaN.
 MOST_BATCHES = 8
 MOST_CALLERS = 4
+AWARE = "capture-aware code"
+# Steps with and without a capture's answer, and how far their losses may part.
+NUM_LOSSES, MOST_PRICE = 8, 1e-2
 # What to do about calls of these parts of torch, and for this reason.
 _REMEDIES = {
     "checkpoint": "checkpoint(..., preserve_rng_state=False) where it draws no random numbers, else leave it eager: "
@@ -39,6 +43,7 @@ _REMEDIES = {
     rules.LENGTHS: "pad and mask: a padded batch, and a loss that leaves the padding out, need no packed sequence",
 }
 _MADE_PART_OF_BATCH = "make it part of the batch, which is copied before each replay"
+_AS_CAPTURED = "nothing to do: a graph is compared with eager steps that do what a capture does"
 _COPY = "write into the old tensor: old.copy_(new)"
 # Words of warnings of torch, which have no classes of their own.
 _SLOW_PATH = "Unable to hit fast path of CUDAGraphs"
@@ -56,14 +61,25 @@ class EagerSteps:
 
     def __init__(self, state: StepState):
         self.state, self.source = state, Source(state.path)
-        # Batches of one shape, so that operators can be compared; one more for what asks whether a stream captures.
+        # Batches of one shape, so that operators can be compared; one more for a step that is told of no capture.
         same = (index for index in itertools.count() if state.batch_class(index) == state.batch_class(0))
         self.batches = list(itertools.islice(same, NUM_STEPS + 1))
         state.reset()
         self.watched: list[Watched] = []
         self.of_state = {storage_id(tensor) for _, tensor in state.snapshot.tensors}
         self.looks = [self._look()]
-        for index in self.batches[:NUM_STEPS]:
+        # Code that asks whether a stream captures is told so, unless it raises then.
+        self.objection = ""
+        try:
+            self.watched = [self._step(self.batches[0])]
+        except ValueError as error:
+            self.objection = str(error)
+        self.objection = rank_decisions.first(self.objection)
+        if self.objection:
+            state.reset()
+            self.watched = [self._step(self.batches[0])]
+        self.looks.append(self._look())
+        for index in self.batches[1:NUM_STEPS]:
             self.watched.append(self._step(index))
             self.looks.append(self._look())
         before, after = self.looks[0].values, self.looks[-1].values
@@ -72,19 +88,18 @@ class EagerSteps:
             name: (before[name], after[name]) for name in before if name in after and before[name] != after[name]
         }
         self.of_batches = set(map(storage_id, tensors_in(state.batches)))
-        self.capturing, self.objection = None, ""
-        if rank_decisions.first(self.first.asked_capturing is not None):
-            try:
-                self.capturing = self._step(self.batches[-1], is_capturing=True)
-            except ValueError as error:
-                self.objection = str(error)
+        self.plain: Watched | None = None
+        if rank_decisions.first(self.first.asked_capturing is not None) and not self.objection:
+            self.plain = self._step(self.batches[-1], is_capturing=False)
         state.reset()
-        seen = {refused.place.own for refused in self.first.refused}
-        self.first.refused += [read for read in hidden_reads(state, self.batches[0]) if read.place.own not in seen]
+        seen = {refused.place.own for refused in self.first.refused} | self.first.of_host
+        with self.told():
+            self.first.refused += [read for read in hidden_reads(state, self.batches[0]) if read.place.own not in seen]
         # One batch of each shape first; all ranks make as many steps.
         firsts = {kind: index for index, kind in reversed(list(enumerate(state.classes)))}
         unlike = list(dict.fromkeys([*firsts.values(), *range(len(state.batches))]))
-        self.unwritten = read_before_written(state, rank_decisions.first(unlike[:MOST_BATCHES]))
+        with self.told():
+            self.unwritten = read_before_written(state, rank_decisions.first(unlike[:MOST_BATCHES]))
         state.reset()
 
     @property
@@ -92,11 +107,16 @@ class EagerSteps:
         """The first step."""
         return self.watched[0]
 
-    def _step(self, index, is_capturing=False) -> Watched:
+    def told(self):
+        """Return a context within which the step is told what a capture would tell it."""
+        return answering(not self.objection)
+
+    def _step(self, index, is_capturing=True) -> Watched:
         contents = self.watched[-1].contents if self.watched else {}
         beside = Beside(self.state.threads, contents, self.of_state)
         with errors_with_lines(self.state.path):
-            return watch(self.state.step, self.state.batch(index), self.state.modules, is_capturing, beside)
+            answer = is_capturing and not self.objection
+            return watch(self.state.step, self.state.batch(index), self.state.modules, answer, beside)
 
     def _look(self) -> SimpleNamespace:
         values, tensors = host_values.look(self.state.step, self.state.owned)
@@ -218,18 +238,38 @@ class EagerSteps:
 
     def _differences(self):
         findings: dict[tuple[str, str], Finding] = {}
-        if self.objection and not any(group.get("capturable") is False for group in self._groups()):
+        if self.objection:
             evidence = f"while a stream captures, {self.objection}"
-            findings["objection", ""] = Finding("capture-aware code", STOPS, str(self.state.path), evidence)
+            findings["objection", ""] = Finding(AWARE, STOPS, str(self.state.path), evidence)
         for index, later_step in enumerate(self.watched[1:], 1):
             for finding in self._compared(index, later_step):
                 findings.setdefault((finding.kind, finding.where), finding)
-        if self.capturing is not None:
-            different = compare.first_difference(self.first.operators, self.capturing.operators)
-            if different:
-                evidence = "while a stream captures, " + compare.told(*different)
-                findings["", ""] = _at(compare.place(*different), "capture-aware code", WRONG, evidence)
+        different = compare.first_difference(self.plain.operators, self.first.operators) if self.plain else None
+        if rank_decisions.first(different is not None):
+            finding = self._otherwise_in_capture(different)
+            findings |= {("", ""): finding} if finding else {}
         yield from findings.values()
+
+    def _otherwise_in_capture(self, different) -> Finding | None:
+        """A step that does something else where it is told that a stream captures, and what that changes."""
+        losses = []
+        for answer in (False, True):
+            with answering(answer), torch_settings.deterministic_kernels(where_there_are=True):
+                losses.append(course.course(self.state, self.state.train, NUM_LOSSES).losses)
+        deviation = parity.loss_deviation(losses[1], losses[0])
+        assert deviation is not None, "as many losses of both"
+        if not (different and self.plain):
+            return None
+        (plain, captured), place = different, compare.place(*different)
+        writes = [set(watched.written) & self.of_state for watched in (self.plain, self.first)]
+        names = [compare.short(operator.name) if operator else "nothing" for operator in (plain, captured)]
+        evidence = f"at {place.line} a step runs {names[0]}, and while a stream captures {names[1]}"
+        if deviation > MOST_PRICE:
+            return _at(place, AWARE, WRONG, f"{evidence}: the losses of {NUM_LOSSES} steps differ by {deviation:.1e}")
+        if writes[0] != writes[1]:
+            return _at(place, AWARE, WRONG, f"{evidence}: other tensors of the state are written")
+        price = f"differ by {deviation:.1e}" if deviation else "are equal"
+        return _at(place, AWARE, NOTE, f"{evidence}: the losses of {NUM_LOSSES} steps {price}", _AS_CAPTURED)
 
     def _compared(self, index, later_step):
         """Compare the first step and a later one."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graph_worth.capture.pool import Pool
+from graph_worth.capture.pool import CaptureError, Pool
 from graph_worth.contract import variant
 from graph_worth.made_variant import Capture, Unsupported
 from graph_worth.measuring.module_parts import hooked, is_inside, named_parts, shown
@@ -18,6 +18,8 @@ from graph_worth.your_step.step_watch import watch
 
 # A module of fewer operators costs more in copies than its graph gains.
 LEAST_OPERATORS = 8
+# That are looked at for modules whose arguments change their shapes.
+NUM_STEPS = 5
 
 
 @dataclass
@@ -27,7 +29,9 @@ class Call:
     Attributes:
         casts_to: dtype of the autocast that it ran under, or None.
         is_plain: its arguments, at least one, and its results are tensors.
-        number: calls in the step.
+        number: calls in all steps that were looked at.
+        in_step: calls in the first of them.
+        is_of_one_shape: its arguments have the shapes and dtypes of this call in all steps that were looked at.
     """
 
     path: str
@@ -36,6 +40,20 @@ class Call:
     casts_to: torch.dtype | None
     is_plain: bool
     number: int = 1
+    in_step: int = 1
+    is_of_one_shape: bool = True
+
+    def is_repeatable(self) -> bool:
+        """Return whether one graph can stand for the calls of the module in all steps."""
+        return self.is_plain and self.in_step == 1 and self.is_of_one_shape
+
+    def is_like(self, args) -> bool:
+        """Return whether other arguments fit into copies of these."""
+        return list(map(_shape_of, args)) == list(map(_shape_of, self.args))
+
+
+def _shape_of(argument):
+    return (argument.shape, argument.dtype) if isinstance(argument, torch.Tensor) else None
 
 
 @variant("graph_modules", kind="graph", graphs=None, headline=True)
@@ -97,7 +115,7 @@ class _Graphs:
     """The graphs of one module; called in the place of its forward."""
 
     def __init__(self, pool: Pool, call: Call):
-        self.forward = call.module.forward
+        self.call, self.forward = call, call.module.forward
         self.static = [argument.detach().clone().requires_grad_(argument.requires_grad) for argument in call.args]
         self.parameters = [parameter for parameter in call.module.parameters() if parameter.requires_grad]
         # Casts of an eager step that are cached would be missing in a graph.
@@ -121,6 +139,9 @@ class _Graphs:
         self.backward_graph, self.gradients = pool.capture(gradients, self.incoming)
 
     def __call__(self, *arguments):
+        if not self.call.is_like(arguments):
+            shapes = ", ".join(str(list(argument.shape)) for argument in arguments)
+            raise CaptureError(f"{self.call.path} gets arguments of other shapes than in its capture: {shapes}")
         outputs = _Replay.apply(self, len(arguments), *arguments, *self.parameters)
         return outputs[0] if self.is_single else outputs
 
@@ -159,6 +180,7 @@ def _chosen(state: StepState) -> list[Call]:
     def note(path, module, args, kwargs, output):
         if module in calls:
             calls[module].number += 1
+            calls[module].is_of_one_shape &= calls[module].is_like(args)
             return
         casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         results = output if isinstance(output, (list, tuple)) else [output]
@@ -168,13 +190,18 @@ def _chosen(state: StepState) -> list[Call]:
     state.reset()
     with hooked(named_parts(state.modules), note):
         watched = watch(state.step, state.batch(0), state.modules)
+        for call in calls.values():
+            call.in_step = call.number
+        # Shapes may follow values, as those of a detector's proposals.
+        for index in range(1, min(len(state.batches), NUM_STEPS)):
+            state.train(index)
     bad = {refused.place.module for refused in watched.refused}
     sizes = Counter(operator.place.module for operator in watched.operators)
 
     def largest(path, module):
         call = calls.get(module)
         size = sum(count for name, count in sizes.items() if is_inside(name, path))
-        is_whole = call is not None and call.is_plain and call.number == 1 and size >= LEAST_OPERATORS
+        is_whole = call is not None and call.is_repeatable() and size >= LEAST_OPERATORS
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
         if is_whole and is_trained and not any(is_inside(name, path) for name in bad):
             yield module

@@ -9,6 +9,8 @@ from types import FrameType
 
 import torch
 
+from graph_worth.capture import asking
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 # Averaged weights are no optimizer.
@@ -93,4 +95,4 @@ def place_of(frames: Iterable[tuple[str, int]], module: str = "", has_callers: b
 
 def _is_outside(path: str) -> bool:
     """Say whether a file is neither torch's nor the doctor's."""
-    return os.sep in path and not path.startswith((_TORCH, _HERE))
+    return os.sep in path and not path.startswith((_TORCH, _HERE, asking.__file__))

@@ -67,6 +67,7 @@ class Watched:
     Attributes:
         operators: in order.
         refused: calls that no graph can hold.
+        of_host: lines whose reads are of tensors of the host.
         generators: those that operators drew from, with the place of the first call.
         copies: (place, storage, whether it is pinned) of copies from memory of the host to the GPU.
         made: storage -> place of the operator that made it.
@@ -87,6 +88,7 @@ class Watched:
 
     operators: list[Operator] = field(default_factory=list)
     refused: list[RefusedCall] = field(default_factory=list)
+    of_host: set[str] = field(default_factory=set)
     generators: dict[int, tuple[torch.Generator, Place]] = field(default_factory=dict)
     copies: list[tuple[Place, int | None, bool]] = field(default_factory=list)
     made: dict[int, Place] = field(default_factory=dict)

@@ -10,8 +10,11 @@ from graph_worth.your_step.config import FACTS, PRESETS, Config
 if __name__ == "__main__":
     args = parse("common.your_step", Config, PRESETS, **FACTS)
 
+import contextlib
+
 import torch
 
+from graph_worth.capture.asking import answering
 from graph_worth.measuring import flops
 from graph_worth.script.session import session
 from graph_worth.your_step import step_file
@@ -30,6 +33,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         named_state=state.named_state,
         reset=state.reset,
         batch_class=state.batch_class,
+        compared=answering if config.as_captured else contextlib.nullcontext,
         unit="steps",
         flops=counted,
         flops_convention=flops.CONVENTION,

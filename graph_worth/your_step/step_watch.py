@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graph_worth.capture import host_graph_rules as rules
+from graph_worth.capture.asking import answering
+from graph_worth.capture.host_tensors import HostTensors, one_hot_as_on_gpu
 from graph_worth.capture.side_streams import StreamWatch
 from graph_worth.measuring import operator_table
 from graph_worth.measuring.module_parts import hooked, named_parts
@@ -73,21 +75,22 @@ class Beside:
     known: Collection[int | None] = ()
 
 
-def watch(step, batch, modules, is_capturing=False, beside: Beside | None = None) -> Watched:
+def watch(step, batch, modules, is_capturing=True, beside: Beside | None = None) -> Watched:
     """Make one step eagerly and note what it does, with the running parts of modules.
 
-    A step that asks whether the current stream captures gets `is_capturing`.
+    A step that asks whether the current stream captures gets `is_capturing`: what a capture would do counts.
     """
     watcher = _Watcher(beside or Beside())
     with contextlib.ExitStack() as stack:
         stack.enter_context(_noting_calls(watcher, rules.PATCHED + _calls_of_gpu()))
-        stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", watcher.asking(is_capturing)))
+        stack.enter_context(answering(is_capturing, watcher.asked))
         for owner, name in ((threading.Thread, "start"), (concurrent.futures.ThreadPoolExecutor, "submit")):
             stack.enter_context(mock.patch.object(owner, name, watcher.noted(getattr(owner, name), "threads")))
         load = torch.optim.Optimizer.load_state_dict
         stack.enter_context(mock.patch.object(torch.optim.Optimizer, load.__name__, watcher.noted(load, "loads")))
         stack.enter_context(watcher.streams)
         stack.enter_context(hooked(named_parts(modules), watcher.left, watcher.stack.append))
+        stack.enter_context(one_hot_as_on_gpu() if not torch.cuda.is_available() else contextlib.nullcontext())
         with _Functions(watcher), _Operators(watcher):
             step(batch)
     watcher.found.unjoined = watcher.streams.unjoined()
@@ -140,6 +143,8 @@ class _Watcher:
         self.states = self.random_states()
         # Inside of a call that was noted.
         self.is_inside = self.stores_number = False
+        refused = self.found.refused
+        self.host = HostTensors(lambda *call: refused.append(RefusedCall(*call)))
         self.streams = StreamWatch() if torch.cuda.is_available() else StreamWatch(None)
 
     def left(self, *_):
@@ -189,7 +194,7 @@ class _Watcher:
 
     def noting(self, original, name, reason):
         def note(*args, **kwargs):
-            if self.is_inside or _is_for_host(reason, args):
+            if self.is_inside or self.is_for_host(reason, args):
                 return original(*args, **kwargs)
             if threading.get_ident() in {thread.ident for thread in self.threads}:
                 self.found.threads.append(self.place())
@@ -200,6 +205,17 @@ class _Watcher:
 
         return note
 
+    def is_for_host(self, reason, values) -> bool:
+        """Say whether a call reads nothing but tensors of the host beside a GPU, for which nothing waits."""
+        if reason not in rules.NO_MATTER_ON_HOST:
+            return False
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        is_beside_gpu = bool(tensors) and torch.cuda.is_available() and not any(tensor.is_cuda for tensor in tensors)
+        if not is_beside_gpu and self.host.are_host(tensors):
+            self.found.of_host.add(self.place().own)
+            return True
+        return is_beside_gpu
+
     def noted(self, original, name):
         def note(*args, **kwargs):
             getattr(self.found, name).append(self.place())
@@ -207,12 +223,8 @@ class _Watcher:
 
         return note
 
-    def asking(self, answer):
-        def is_current_stream_capturing():
-            self.found.asked_capturing = self.found.asked_capturing or self.place()
-            return answer
-
-        return is_current_stream_capturing
+    def asked(self):
+        self.found.asked_capturing = self.found.asked_capturing or self.place()
 
     def warned(self, message, category, filename, lineno, file=None, line=None):
         text = str(message)
@@ -234,9 +246,11 @@ class _Functions(TorchFunctionMode):
         watcher, count = self.watcher, len(self.watcher.found.refused)
         if func in rules.FORBIDDEN_FUNCTIONS:
             return watcher.noting(func, *rules.FORBIDDEN_FUNCTIONS[func])(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         is_store = func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex))
-        with watcher.flagged(stores_number=True) if is_store else contextlib.nullcontext():
-            result = func(*args, **(kwargs or {}))
+        stores = watcher.flagged(stores_number=True) if is_store else contextlib.nullcontext()
+        with stores, watcher.host.calling(func, args, kwargs):
+            result = func(*args, **kwargs)
         watcher.look_up(getattr(func, "__name__", ""), count)
         return result
 
@@ -262,8 +276,10 @@ class _Operators(TorchDispatchMode):
             reason = None  # a view that this step makes, as cuDNN's LSTM does of its weights
         # A number that goes into a tensor is a fill, for which the GPU waits for nothing.
         is_fill = watcher.stores_number and func._schema.name == "aten::lift_fresh" and args[0].dim() == 0
-        if reason and not watcher.is_inside and not is_fill and not _is_for_host(reason, leaves):
+        makes = watcher.host.makes(func)
+        if reason and not (watcher.is_inside or is_fill or makes or watcher.is_for_host(reason, leaves)):
             watcher.refuse(func, reason)
+        watcher.host.before(leaves)
         # Gloo ends some collectives with an operator on a tensor of its own.
         follows = bool(record.operators) and is_collective(record.operators[-1].name) and not any(map(_is_cuda, leaves))
         for leaf in leaves:
@@ -288,6 +304,8 @@ class _Operators(TorchDispatchMode):
         watcher.look_for_draws()
         result = func(*args, **kwargs)
         watcher.states = watcher.random_states()
+        call = (str(func), rules.NEW, watcher.place(has_callers=True)) if makes and reason else ()
+        watcher.host.after(leaves, result, *call)
         self._note_copy(func, args, result, place)
         tensors, taken = tensors_in(result), {storage_id(tensor) for tensor in given}
         for tensor in tensors:
@@ -309,14 +327,6 @@ class _Operators(TorchDispatchMode):
             self.watcher.found.copies.append((place, storage_id(source), source.is_pinned()))
         elif source.is_cuda and target.device.type == "cpu" and not target.is_pinned():
             self.watcher.found.refused.append(RefusedCall(str(func), COPIES_TO_HOST, place))
-
-
-def _is_for_host(reason, values) -> bool:
-    """Say whether a call reads nothing but tensors of the host on a machine with a GPU, for which nothing waits."""
-    if reason not in (rules.READS, rules.SHAPE) or not torch.cuda.is_available():
-        return False
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return bool(tensors) and not any(tensor.is_cuda for tensor in tensors)
 
 
 def is_collective(name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from graph_worth import made_variant as variants
+from graph_worth.capture.asking import answering
 from graph_worth.capture.errors import explained
 from graph_worth.capture.pool import CaptureError
 from graph_worth.measuring import course, parity, torch_settings
@@ -87,15 +88,20 @@ class Outcome:
     finding: Finding | None = None
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 class Trial:
     """Graphs of a step beside two eager trainings.
 
     Args:
         changes_host: the step changes what a reset does not put back, so that trainings differ for that reason.
+        as_captured: eager steps do what they do in a capture, where they ask.
     """
 
-    def __init__(self, state: StepState, changes_host: bool):
-        self.state, self._changes_host = state, changes_host
+    def __init__(self, state: StepState, changes_host: bool, as_captured: bool = True):
+        self.state, self._changes_host, self._as_captured = state, changes_host, as_captured
         self._eager: list[Course] = []
 
     def of(self, make, obstacles: list[Finding]) -> Outcome:
@@ -109,8 +115,8 @@ class Trial:
             variant = make(state)
         except (CaptureError, torch.OutOfMemoryError) as error:
             failed = self._failed(error, STOPS)
-        except (RuntimeError, ValueError) as error:
-            failed = Outcome(f"not possible: {str(error).splitlines()[0]}")
+        except Exception as error:
+            failed = Outcome(f"not possible: {_first_line(error)}")
         finally:
             state.reset()
         failed = rank_decisions.first(failed)
@@ -123,6 +129,10 @@ class Trial:
             return self._judged(variant)
         except (CaptureError, torch.OutOfMemoryError) as error:
             return self._failed(error, WRONG)
+        except Exception as error:
+            if not self._eager:
+                raise  # the step itself fails
+            return Outcome(f"failed: {_first_line(error)}")
         finally:
             variants.leave(variant)
             variant.close()
@@ -144,7 +154,7 @@ class Trial:
         if not self._eager:
             variants.leave(variant)
             with _noting_other_kernels() as others:
-                self._eager = [course_of(self.state, self.state.train) for _ in range(2)]
+                self._eager = [self._course(self.state.train) for _ in range(2)]
             self._is_exact = not others
             variants.enter(variant)
         eager, again = self._eager
@@ -188,7 +198,11 @@ class Trial:
 
     def _difference(self, step):
         eager, again = self._eager
-        return rank_decisions.first(parity.difference(eager, again, course_of(self.state, step)))
+        return rank_decisions.first(parity.difference(eager, again, self._course(step)))
+
+    def _course(self, step):
+        with answering() if self._as_captured else contextlib.nullcontext():
+            return course_of(self.state, step)
 
     def _wrong(self, kind, evidence, prefix="wrong numbers: "):
         return Outcome(prefix + evidence, finding=Finding(kind, WRONG, str(self.state.path), evidence))

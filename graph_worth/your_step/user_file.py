@@ -55,7 +55,9 @@ def load(text: str, device: torch.device) -> Handed:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
+    # The second name is its own, whatever else is imported.
     sys.modules.setdefault(path.stem, module)
+    sys.modules[str(path)] = module
     try:
         with mock.patch.object(sys, "argv", [str(path)]):
             spec.loader.exec_module(module)

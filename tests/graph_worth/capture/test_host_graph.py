@@ -208,7 +208,7 @@ REFUSED = [
     ("aten.bincount.default", lambda: torch.bincount(INTEGERS)),
     ("torch.tensor_split", lambda: torch.tensor_split(X, INTEGERS)),
     ("aten._pack_padded_sequence.default", lambda: nn.utils.rnn.pack_padded_sequence(SEQUENCES, LENGTHS)),
-    ("aten.lift_fresh.default", lambda: torch.tensor(1.0)),
+    ("aten.lift_fresh.default", lambda: torch.tensor(1.0, device="cpu")),
     ("torch.frombuffer", lambda: torch.frombuffer(bytearray(8), dtype=torch.float32)),
     ("torch.manual_seed", lambda: torch.manual_seed(1)),
     ("torch.get_rng_state", lambda: torch.random.fork_rng().__enter__()),

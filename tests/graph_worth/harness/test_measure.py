@@ -245,6 +245,23 @@ def test_the_clock_ends_a_run_unless_its_length_was_asked_for(tmp_path, monkeypa
     assert (getattr(seen[0], "end_s", None) is not None) == is_limited
 
 
+@pytest.mark.parametrize("is_aware", [True, False])
+def test_steps_that_do_otherwise_in_a_capture_are_compared_as_in_one_and_their_blocks_within_a_hundredth(
+    tmp_path, monkeypatch, is_aware
+):
+    seen = []
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.setattr(measure, "doctor", lambda asked: (0, "", {"is_capture_aware": is_aware}))
+    monkeypatch.setattr(measure.run, "measured", lambda asked: seen.append(asked) or ([(None, None)], False))
+    measure.main(["--step", str(tmp_path / "my_step.py")])
+    (build,) = measure.ask.ask_of(seen[0], measure.MODEL, measure.launch.describe_here()).builds
+    assert ("--as-captured" in seen[0].flags) == is_aware
+    graph = build.variants["graph_step"]
+    # The hashes of parity stay those of equal bits.
+    assert (graph["tolerance"], graph["parity"]) == (1e-2 if is_aware else None, None)
+    assert build.variants["eager"]["tolerance"] is None
+
+
 @pytest.mark.slow
 def test_a_number_that_a_replay_freezes_is_wrong_and_named(tmp_path):
     done = measured(tmp_path, "(1.0 + count[0] % 3)")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from graph_worth.capture.asking import answering
 from graph_worth.your_step import doctor
 from graph_worth.your_step.doctor import MODULES, UP_TO_OPTIMIZER, WHOLE, diagnose
 from graph_worth.your_step.findings import NOTE, STOPS, WRONG
@@ -266,8 +267,19 @@ def test_wrong_numbers_name_step_and_tensor(tmp_path):
     assert "python random" in {finding.kind for finding in found.findings}
 
 
-def test_code_that_asks_whether_a_stream_captures_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+@pytest.fixture
+def can_ask(monkeypatch):
+    """torch for a CPU raises where code asks whether a stream captures."""
+
+    def is_current_stream_capturing():
+        return False
+
+    for module in (torch.cuda, torch.cuda.graphs):
+        monkeypatch.setattr(module, "is_current_stream_capturing", is_current_stream_capturing)
+
+
+@pytest.mark.usefixtures("can_ask")
+def test_code_that_asks_whether_a_stream_captures_is_named(tmp_path):
     aware = LOSS + "\n        if not torch.cuda.is_current_stream_capturing():\n            rate.mul_(0.9)"
 
     found, lines = diagnosed(tmp_path, {"# more": "rate = torch.ones(())", LOSS: aware, "r]": "r, rate]"})
@@ -276,8 +288,61 @@ def test_code_that_asks_whether_a_stream_captures_is_named(tmp_path, monkeypatch
     assert "rate.mul_" in lines[int(finding.where.rpartition(":")[2]) - 1]
 
 
-def test_a_step_that_raises_while_a_stream_captures_is_a_finding(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+ASKS = {
+    "by its name": ("", "torch.cuda.is_current_stream_capturing()"),
+    "of its module": ("", "torch.cuda.graphs.is_current_stream_capturing()"),
+    "imported": ("from torch.cuda import is_current_stream_capturing as asks", "asks()"),
+}
+
+
+@pytest.mark.usefixtures("can_ask")
+@pytest.mark.parametrize("words", ASKS.values(), ids=ASKS)
+def test_a_read_that_a_capture_skips_is_none_and_one_that_it_alone_makes_is(tmp_path, words):
+    line, asks = words
+    step = {"import torch, random": f"{line}\nimport torch, random"}
+    skipped = step | {LOSS: f"{LOSS}\n        if not {asks}:\n            loss.item()"}
+    made = step | {LOSS: f"{LOSS}\n        if {asks}:\n            loss.item()"}
+
+    found, _ = diagnosed(tmp_path, skipped)
+    also, lines = diagnosed(tmp_path, made)
+
+    (note,) = found.findings
+    assert (found.status, note.kind, note.level) == (0, "capture-aware code", NOTE), found.text()
+    assert "losses of 8 steps are equal" in note.evidence and found.is_capture_aware
+    assert found.outcomes[WHOLE.title] == EQUAL
+    (read,) = [finding for finding in also.findings if finding.level == STOPS]
+    assert also.status == 6 and "loss.item" in lines[int(read.where.rpartition(":")[2]) - 1]
+
+
+@pytest.mark.usefixtures("can_ask")
+@pytest.mark.parametrize(("factor", "status"), [("1.001", 0), ("1.1", 5)])
+def test_a_capture_that_takes_another_kernel_has_a_price_and_beyond_it_trains_wrongly(tmp_path, factor, status):
+    other = f"{LOSS}\n        if torch.cuda.is_current_stream_capturing():\n            loss = loss * {factor}"
+
+    found, _ = diagnosed(tmp_path, {LOSS: other})
+
+    (finding,) = found.findings
+    assert (found.status, finding.kind) == (status, "capture-aware code"), found.text()
+    assert "losses of 8 steps differ by" in finding.evidence
+    # The graph is compared with steps that do what it does, or with plain ones.
+    assert (found.outcomes[WHOLE.title] == EQUAL) == (status == 0), found.text()
+
+
+@pytest.mark.usefixtures("can_ask")
+def test_the_question_is_put_back_also_where_a_module_was_imported_meanwhile():
+    before = torch.cuda.is_current_stream_capturing
+    with answering():
+        from torch.cuda import is_current_stream_capturing as imported_meanwhile
+
+        assert imported_meanwhile() and not torch.compiler.is_compiling()
+        with answering(False):
+            assert not torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.is_current_stream_capturing is torch.cuda.graphs.is_current_stream_capturing is before
+    assert imported_meanwhile() == before()
+
+
+@pytest.mark.usefixtures("can_ask")
+def test_a_step_that_raises_while_a_stream_captures_is_a_finding(tmp_path):
     raising = (
         LOSS + "\n        if torch.cuda.is_current_stream_capturing():\n            raise RuntimeError('not here')"
     )
@@ -286,6 +351,51 @@ def test_a_step_that_raises_while_a_stream_captures_is_a_finding(tmp_path, monke
 
     (finding,) = [finding for finding in found.findings if finding.kind == "capture-aware code"]
     assert finding.level == STOPS and "not here" in finding.evidence
+
+
+# Beside a GPU these stay on the CPU, and nothing waits for it.
+OF_HOST = {
+    "a factory": "axes = torch.arange(1, 2).tolist()",
+    "made of one": "axes = [int((torch.arange(3) * 2).sum())]",
+    "from data": "axes = [torch.tensor([1, 2]).max().item()]",
+    "a mask": "axes = torch.arange(4)[torch.arange(4) > 2].tolist()",
+    "a draw": "axes = [torch.empty(1).uniform_(0.0, 1.0).item()]",
+}
+# With this way to the GPU they are read on the host, or data that comes from it.
+TO_GPU = {
+    "to": "axes = torch.arange(1, 2).to(device).tolist()",
+    "cuda": "axes = torch.zeros(1).to(x).tolist()",
+    "a device": "axes = torch.arange(1, 2, device=device).tolist()",
+    "made again": "axes = torch.as_tensor(torch.arange(2), device=device).tolist()",
+    "beside the batch": "axes = (torch.arange(16) + x).sum().tolist()",
+    "data beside the batch": "x = x * torch.tensor([2.0])",
+    "with device": "with torch.device(device):\n            axes = torch.arange(1, 2).tolist()",
+}
+
+
+@pytest.mark.parametrize("line", OF_HOST.values(), ids=OF_HOST)
+def test_a_factory_without_a_device_stays_on_the_host(tmp_path, line):
+    found, _ = diagnosed(tmp_path, {LOSS: f"{line}\n        {LOSS}"})
+
+    assert found.status == 0 and found.outcomes[WHOLE.title] == EQUAL, found.text()
+
+
+@pytest.mark.parametrize("line", TO_GPU.values(), ids=TO_GPU)
+def test_what_meets_the_model_or_is_given_a_device_is_on_the_gpu(tmp_path, line):
+    found, lines = diagnosed(tmp_path, {LOSS: f"{line}\n        {LOSS}"})
+
+    (finding,) = [finding for finding in found.findings if finding.level == STOPS]
+    assert "axes" in lines[int(finding.where.rpartition(":")[2]) - 1] or "tensor" in line
+    # The host graph refuses it, too.
+    assert found.outcomes[WHOLE.title].startswith("failed"), found.text()
+
+
+def test_an_empty_tensor_copies_nothing(tmp_path):
+    line = "x = torch.cat([torch.tensor([], device=device), x])"
+
+    found, _ = diagnosed(tmp_path, {LOSS: f"{line}\n        {LOSS}"})
+
+    assert found.status == 0 and found.outcomes[WHOLE.title] == EQUAL, found.text()
 
 
 READS = "class Reads(nn.Module):\n    def forward(self, x):\n        return x * float(x.detach().mean())\n\ndef build"

@@ -89,7 +89,7 @@ def test_each_reason_of_the_rules_has_a_kind_of_finding_with_a_remedy():
 
 def test_an_error_of_a_host_graph_carries_reason_and_place():
     with pytest.raises(CaptureError) as error:
-        Pool(torch.device("cpu")).capture(lambda: torch.ones(2).sum().item())
+        Pool(torch.device("cpu")).capture(lambda: torch.ones(2, device="cpu").sum().item())
     found = error.value
     assert found.reason == rules.READS and found.place.startswith(f"{__file__}:") and found.place in str(found)
 

@@ -101,7 +101,8 @@ def test_a_graph_that_runs_out_of_memory_is_named_and_the_next_one_is_tried(step
 
 def test_memory_that_is_free_between_replays_is_filled(step_file):
     # Integers that nobody wrote: in a graph they are what its last replay has left.
-    reads = "seen = torch.empty(4, dtype=torch.int64)\n        loss = loss * (1.0 + (seen == 0x5A5A5A5A5A5A5A5A).sum())"
+    reads = "seen = torch.empty(4, dtype=torch.int64, device=loss.device)\n        "
+    reads += "loss = loss * (1.0 + (seen == 0x5A5A5A5A5A5A5A5A).sum())"
     found = doctor.diagnose(step_file("loss.backward()", f"{reads}\n        loss.backward()"), torch.device("cpu"))
 
     (finding,) = [each for each in found.findings if each.kind == "uninitialised memory"]

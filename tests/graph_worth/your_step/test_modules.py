@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from graph_worth.capture.pool import CaptureError
 from graph_worth.made_variant import Unsupported, enter, leave
-from graph_worth.your_step.doctor import making
+from graph_worth.your_step.doctor import MODULES, diagnose, making
 from graph_worth.your_step.graphs import CompiledModules, eager_step
 from graph_worth.your_step.modules import GraphedModules
 from graph_worth.your_step.state import StepState
@@ -101,3 +102,37 @@ def test_compiled_modules_drop_what_eager_drops(tmp_path):
     finally:
         leave(compiled)
     torch.testing.assert_close(torch.as_tensor(losses), torch.as_tensor(expected), rtol=1e-2, atol=0)
+
+
+VARYING = """count[0] += 1
+        rows = x[: 4 + count[0] % 3] if count[0] > 4 else x
+        return self.layers[2](rows)"""
+
+
+@pytest.mark.parametrize("steps_before", [4, 400])
+def test_a_module_whose_arguments_change_their_shape_is_no_candidate_and_copies_nothing_wrong(tmp_path, steps_before):
+    last = VARYING.replace("> 4", f"> {steps_before}")
+    path = tmp_path / "step.py"
+    path.write_text(STEP.replace("return TWICE", last).replace("class Model", "count = [0]\n\nclass Model"))
+    state = StepState(f"{path}:build", torch.device("cpu"), "test")
+    variant = making(GraphedModules)(state)
+    assert ("layers.2" in variant.capture.strategy) == (steps_before == 400)
+    if steps_before == 400:
+        enter(variant)
+        state.step.__globals__["count"][0] = 500
+        with pytest.raises(CaptureError, match=r"layers\.2 gets arguments of other shapes"):
+            variant.step(0)
+    variant.close()
+
+
+def test_what_a_trial_raises_costs_the_trial_and_no_finding(tmp_path, monkeypatch):
+    path = tmp_path / "step.py"
+    path.write_text(STEP.replace("TWICE", "self.layers[2](x)"))
+
+    def broken(self, index):
+        raise IndexError("of the graph")
+
+    monkeypatch.setattr(GraphedModules, "step", broken)
+    found = diagnose(f"{path}:build", torch.device("cpu"))
+    assert found.outcomes[MODULES.title] == "failed: of the graph"
+    assert [finding.kind for finding in found.findings] == ["host read"]

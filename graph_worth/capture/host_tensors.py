@@ -1,0 +1,102 @@
+"""Tensors that a step on a CPU makes and that would stay on the CPU beside a GPU: nothing waits for a read of them.
+
+`torch.arange(1, 3).tolist()` is such a read. A factory without a device gives one, and so does an operator on such
+tensors alone, until `.to`, `.cuda`, a device argument or an operator with a tensor of the model takes it to the GPU.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.utils import _device
+from torch.utils._pytree import tree_leaves
+
+
+class HostTensors:
+    """Tensors of the host that a step has made.
+
+    Args:
+        refuse: refuse(*call) of a call that has made one from host data which the step then takes to the GPU.
+    """
+
+    def __init__(self, refuse: Callable):
+        self._refuse, self._in_factory = refuse, False
+        # Storage -> the call that has filled it with data, or None.
+        self._storages: dict[int, tuple | None] = {}
+
+    def are_host(self, values: Iterable) -> bool:
+        """Return whether there are tensors among these values, and all of them are of the host."""
+        tensors = _strided(values)
+        return bool(tensors) and all(_address(tensor) in self._storages for tensor in tensors)
+
+    @contextlib.contextmanager
+    def calling(self, func, args, kwargs):
+        """Within it a function of torch's API runs."""
+        before, tensors = self._in_factory, _strided(tree_leaves((args, kwargs)))
+        to_device = kwargs.get("device") is not None or (func is torch.Tensor.cuda)
+        if func is torch.Tensor.to:
+            to_device |= any(isinstance(value, (torch.device, str, torch.Tensor)) for value in args[1:])
+        if to_device:
+            self._meet(tensors)
+        is_factory = func in _device._device_constructors() and _device.CURRENT_DEVICE is None
+        self._in_factory = is_factory and not to_device and not tensors
+        try:
+            yield
+        finally:
+            self._in_factory = before
+
+    def makes(self, func) -> bool:
+        """Return whether an operator puts host data into a tensor of the host."""
+        return self._in_factory and func._schema.name == "aten::lift_fresh"
+
+    def before(self, leaves: list) -> None:
+        """Look at the arguments of an operator: a tensor of the host beside one of the model goes to the GPU."""
+        tensors = _strided(leaves)
+        if not (self._in_factory or self.are_host(tensors)):
+            self._meet(tensors)
+
+    def after(self, leaves: list, result, *call) -> None:
+        """Note what an operator has made; call: where it was made of host data."""
+        is_host = self._in_factory or self.are_host(leaves)
+        calls = [call or None, *map(self._call_of, _strided(leaves))]
+        maker = next(filter(None, calls), None)
+        for tensor in _strided(tree_leaves(result)):
+            if is_host:
+                self._storages[_address(tensor)] = maker
+            else:
+                # Perhaps where an earlier storage was.
+                self._storages.pop(_address(tensor), None)
+
+    def _call_of(self, tensor):
+        return self._storages.get(_address(tensor))
+
+    def _meet(self, tensors):
+        calls = [self._storages.pop(_address(tensor), None) for tensor in tensors]
+        for call in filter(None, calls):
+            self._refuse(*call)
+
+
+def _address(tensor) -> int:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+
+
+def _strided(values):
+    return [value for value in values if isinstance(value, torch.Tensor) and value.layout == torch.strided]
+
+
+@contextlib.contextmanager
+def one_hot_as_on_gpu():
+    """Within it, one_hot with a number of classes reads nothing on the host, in the backward pass neither."""
+
+    def one_hot(values, num_classes=-1):
+        number = int(values.max()) + 1 if num_classes == -1 else num_classes
+        zeros = torch.zeros(*values.shape, number, dtype=torch.long, device=values.device)
+        return zeros.scatter_(-1, values.unsqueeze(-1), 1)
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for key in ("CPU", "AutogradCPU"):
+                library.impl("one_hot", one_hot, key)
+        yield
