@@ -387,6 +387,8 @@ def _measure(args, answer: dict) -> int:
     is_seen = whole is not None and whole.status in ("failed", "numerics_failed")
     if doctor_status == WRONG and status != NO_CAPTURE and not is_seen:
         status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
+    elif status == WRONG and seen.get("suspects"):
+        sentence += f" Probably because of {seen['suspects'][0]}."
     if not args.quick:
         print(run.page_line(path, findings, sentence))
     answer |= _as_json(measured, path, sentence)

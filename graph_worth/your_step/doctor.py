@@ -31,7 +31,7 @@ from graph_worth.parallel import collectives
 from graph_worth.text import lines
 from graph_worth.your_step import rank_decisions, step_file, user_file
 from graph_worth.your_step.eager import AWARE, EagerSteps
-from graph_worth.your_step.findings import NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
+from graph_worth.your_step.findings import MAY, NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
 from graph_worth.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
 from graph_worth.your_step.modules import GraphedModules
 from graph_worth.your_step.parts import has_several_ranks
@@ -44,7 +44,7 @@ NUM_STEPS_IN_ALL = 80
 # Of a capture that trains otherwise: the batch that it may have kept, and how many eager steps its maker made first.
 MOST_BATCHES_TRIED, MOST_STEPS_BEFORE_CAPTURE = 8, 12
 # Of a diagnosis, for programs.
-FACTS = ("status", "whole_is_right", "has_mine", "is_capture_aware")
+FACTS = ("status", "whole_is_right", "has_mine", "is_capture_aware", "suspects")
 # Of these a note remains where the whole step of a user trains as eager does.
 _HARMLESS = ("not handed over", "thread")
 _OF_OPTIMIZER = ("optimizer", "loss scaler", "learning rate")
@@ -91,6 +91,7 @@ class Diagnosis:
         whole_is_right: a graph of the whole step trains as eager does.
         has_mine: the file hands over a capture of its own.
         is_capture_aware: it does otherwise while a stream captures, and trains as well.
+        suspects: what may be the cause where other steps than those of the diagnosis train wrongly, in words.
         names: path of a module -> name to print, where it is another one.
     """
 
@@ -99,13 +100,14 @@ class Diagnosis:
     whole_is_right: bool = False
     has_mine: bool = False
     is_capture_aware: bool = False
+    suspects: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
 
     @property
     def status(self) -> int:
         """Exit status: 6 where the step cannot be captured, 5 where a graph would train wrongly, else 0."""
         levels = {finding.level for finding in self.findings}
-        return 6 if STOPS in levels else 5 if WRONG in levels else 0
+        return 6 if STOPS in levels else 5 if levels & {WRONG, MAY} else 0
 
     def text(self) -> str:
         """Return the diagnosis as it is printed."""
@@ -165,9 +167,12 @@ def _without_mine(state) -> Diagnosis:
     levels = {finding.level for finding in diagnosis.findings}
     diagnosis.whole_is_right = outcomes[0].is_equal
     if diagnosis.whole_is_right:
-        # Its numbers are eager's: what changes on the host does not matter.
+        # Its numbers are eager's: what changes on the host does not matter, but for draws, which have agreed by chance.
+        seen = [finding for finding in diagnosis.findings if finding.level == WRONG]
+        diagnosis.suspects = [f"{finding.where}: {finding.kind}: {finding.evidence}" for finding in seen]
+        levels_of = {"python random": MAY} | dict.fromkeys(_HARMLESS, NOTE)
         diagnosis.findings = [
-            replace(finding, level=NOTE) if finding.level == WRONG and finding.kind in _HARMLESS else finding
+            replace(finding, level=levels_of.get(finding.kind, WRONG)) if finding.level == WRONG else finding
             for finding in diagnosis.findings
             if finding.level in (NOTE, STOPS) or finding.kind in _HARMLESS or finding.kind not in eager.suspects
         ]

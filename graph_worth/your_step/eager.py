@@ -57,7 +57,7 @@ class EagerSteps:
     """
 
     # Kinds that are harmless where a graph's numbers are eager's.
-    suspects = ("host value", "kept tensor", "python random", "control flow", "gradient", "not handed over", "thread")
+    suspects = ("host value", "kept tensor", "control flow", "gradient", "not handed over", "thread")
 
     def __init__(self, state: StepState):
         self.state, self.source = state, Source(state.path)
@@ -119,13 +119,13 @@ class EagerSteps:
             return watch(self.state.step, self.state.batch(index), self.state.modules, answer, beside)
 
     def _look(self) -> SimpleNamespace:
-        values, tensors = host_values.look(self.state.step, self.state.owned)
+        values, tensors, random_states = host_values.look(self.state.step, self.state.owned, self.state.device)
         named = [(name, p) for module in self.state.modules for name, p in module.named_parameters()]
         rates = [group.get("lr") for group in self._groups()]
         return SimpleNamespace(
             values=values,
             tensors=tensors,
-            random=host_values.random_states(),
+            random=random_states,
             gradients={name: None if p.grad is None else storage_id(p.grad) for name, p in named},
             homes={storage_id(p) for _, p in named},
             trained={name: p.requires_grad for name, p in named},
@@ -231,6 +231,12 @@ class EagerSteps:
     # --- one step beside another
 
     def _random(self):
+        # Imports of libraries draw, too.
+        line = self.source.draws(self.state.unseeded) if self.state.unseeded else None
+        if line:
+            evidence = f"build draws from {self.state.unseeded}, which nothing has seeded: it gives other data in "
+            evidence += "another process"
+            yield Finding("unseeded data", NOTE, self.source.at(line), evidence)
         for name, state in self.looks[0].random.items():
             if state != self.looks[-1].random.get(name):
                 evidence = f"the step draws from {name}: every replay would have the numbers of the capture"

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 # In the order in which they are printed. A note stands against nothing.
 STOPS, WRONG, SLOW, NOTE = "cannot be captured", "would train wrongly", "costs time", "note"
-LEVELS = (STOPS, WRONG, SLOW, NOTE)
+# Numbers of the host that change, where eight steps show no effect of them.
+MAY = "may train wrongly"
+LEVELS = (STOPS, WRONG, MAY, SLOW, NOTE)
 
 # kind -> what to do about it
 REMEDIES = {
@@ -26,6 +28,7 @@ REMEDIES = {
     "shapes of batches": "pad to a few lengths; each shape needs a graph and its memory",
     "host value": "keep it in a tensor on the GPU and change it there, or change it outside of the step",
     "python random": "draw it on the GPU with torch, or before the step into a tensor of the batch",
+    "unseeded data": "seed it: random.seed(0), numpy.random.seed(0) or default_rng(0) in build",
     "kept tensor": "write into one tensor with copy_, made in build: a graph fills the tensor of its capture alone",
     "gradient": "let the step begin with zero_grad(), and make all microbatches of an update in one step; or keep "
     "gradients in place: zero_grad(set_to_none=False)",

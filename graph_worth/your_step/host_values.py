@@ -10,6 +10,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
@@ -20,10 +21,58 @@ _CONTAINERS = (list, tuple, set, dict, deque)
 _MODULE_OWN = set(vars(torch.nn.Module())) | {"training"}
 
 
-def look(step, owned: list) -> tuple[dict, dict]:
-    """Return (name -> plain value, name -> tensor) of what the step can reach."""
+def look(step, owned: list, device: torch.device) -> tuple[dict, dict, dict]:
+    """Return (name -> plain value, name -> tensor, name -> state of random numbers) of what the step can reach.
+
+    Generators of torch count that draw on the host, beside a GPU.
+    """
     reachable = _find(step, owned)
-    return reachable.values, reachable.tensors
+    states = {name: hash(_state_of(source)) for name, source in reachable.sources.items() if _draws(source, device)}
+    return reachable.values, reachable.tensors, random_states() | states
+
+
+def _draws(source, device) -> bool:
+    return not isinstance(source, torch.Generator) or source.device.type != device.type
+
+
+def _state_of(source):
+    if isinstance(source, torch.Generator):
+        return source.get_state().numpy().tobytes()
+    if isinstance(source, random.Random):
+        return source.getstate()
+    bits = getattr(source, "bit_generator", getattr(source, "_bit_generator", source))
+    return repr(getattr(bits, "state", None))
+
+
+@contextlib.contextmanager
+def noting_unseeded():
+    """Yield a list, which has the names of the sources of random numbers that were drawn from and never seeded.
+
+    torch's own begin with one seed in each process.
+    """
+    names: list[str] = []
+    seeded: set[str] = set()
+
+    def noting(name, original):
+        def seed(*args, **kwargs):
+            if args or kwargs:
+                seeded.add(name)
+            elif original.__name__ == "default_rng":
+                names.append(name)
+            return original(*args, **kwargs)
+
+        return seed
+
+    before = random_states()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(random, "seed", noting("random", random.seed)))
+        numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+        for name in ("seed", "default_rng") if numpy_random else ():
+            note = noting("numpy.random", getattr(numpy_random, name))
+            stack.enter_context(mock.patch.object(numpy_random, name, note))
+        yield names
+    after = random_states()
+    names += [name for name, state in before.items() if after[name] != state and name not in seeded]
 
 
 class Moving:
@@ -142,16 +191,19 @@ def _names_in(code):
 
 
 class _Found:
-    """Values by name, tensors by name, and the functions that set those values that can be set."""
+    """Values, tensors and sources of random numbers by name, and the functions that set those values that can be."""
 
     def __init__(self):
         self.values: dict = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.puts: dict[str, Callable] = {}
+        self.sources: dict = {}
 
     def visit(self, name, value, put, depth):
         """Add a value and what it holds, `depth` steps down."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (random.Random, torch.Generator)) or type(value).__module__.startswith("numpy.random"):
+            self.sources[name] = value
+        elif isinstance(value, torch.Tensor):
             if not isinstance(value, torch.nn.Parameter):
                 self.tensors[name] = value
         elif isinstance(value, _PLAIN):

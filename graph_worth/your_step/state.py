@@ -41,7 +41,10 @@ class StepState:
         self.path = step_file.split(text)[0].resolve()
         with user_file.watchdog(prog):
             threads = set(threading.enumerate())
-            handed = user_file.load(text, device)
+            with host_values.noting_unseeded() as unseeded:
+                handed = user_file.load(text, device)
+            # A source of random numbers on the host that gives other data in each process, or "".
+            self.unseeded = next(iter(unseeded), "")
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned
             self.make_mine = handed.make_mine
             self.modules = [module for module in self.owned if isinstance(module, torch.nn.Module)]

@@ -6,7 +6,7 @@ import torch
 from graph_worth.capture.asking import answering
 from graph_worth.your_step import doctor
 from graph_worth.your_step.doctor import MODULES, UP_TO_OPTIMIZER, WHOLE, diagnose
-from graph_worth.your_step.findings import NOTE, STOPS, WRONG
+from graph_worth.your_step.findings import MAY, NOTE, STOPS, WRONG
 from graph_worth.your_step.trial import EQUAL
 
 STEP = """
@@ -396,6 +396,37 @@ def test_an_empty_tensor_copies_nothing(tmp_path):
     found, _ = diagnosed(tmp_path, {LOSS: f"{line}\n        {LOSS}"})
 
     assert found.status == 0 and found.outcomes[WHOLE.title] == EQUAL, found.text()
+
+
+DRAWS = {
+    "random": ("random.random()", "random.seed(0)"),
+    "np.random": ("np.random.rand()", "np.random.seed(0)"),
+    "Random": ("source.random()", "source = random.Random(0)"),
+    "Generator": ("source.random()", "source = np.random.default_rng(0)"),
+}
+
+
+@pytest.mark.parametrize(("draw", "make"), DRAWS.values(), ids=DRAWS)
+def test_a_draw_on_the_host_is_a_finding_whatever_eight_steps_show(tmp_path, draw, make):
+    rare = f"if {draw} > 0.999999:\n            x = x * 2\n        {LOSS}"
+
+    for _ in range(2):
+        found, lines = diagnosed(tmp_path, {"# more": make, LOSS: rare})
+
+        (finding,) = [finding for finding in found.findings if finding.level != NOTE]
+        assert (found.status, finding.kind, finding.level) == (5, "python random", MAY), found.text()
+        assert draw in lines[int(finding.where.rpartition(":")[2]) - 1]
+        assert not found.text().startswith("Nothing stands")
+        assert found.outcomes[WHOLE.title] == EQUAL and "draws from" in found.suspects[0]
+
+
+@pytest.mark.parametrize("seed", ["", "random.seed(0)\n    "])
+def test_data_that_nothing_seeds_are_told(tmp_path, seed):
+    found, _ = diagnosed(tmp_path, {"# more": f"{seed}batches = [(x * random.random(), y) for x, y in batches]"})
+
+    assert found.status == 0
+    assert [finding.kind for finding in found.findings] == ([] if seed else ["unseeded data"])
+    assert seed or "other data in another process" in found.text()
 
 
 READS = "class Reads(nn.Module):\n    def forward(self, x):\n        return x * float(x.detach().mean())\n\ndef build"
