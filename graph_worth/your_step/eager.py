@@ -44,6 +44,7 @@ _REMEDIES = {
 }
 _MADE_PART_OF_BATCH = "make it part of the batch, which is copied before each replay"
 _AS_CAPTURED = "nothing to do: a graph is compared with eager steps that do what a capture does"
+_OTHER_OPTIMIZER = "LBFGS asks the host in each of its iterations: only another optimizer can be captured"
 _COPY = "write into the old tensor: old.copy_(new)"
 # Words of warnings of torch, which have no classes of their own.
 _SLOW_PATH = "Unable to hit fast path of CUDAGraphs"
@@ -167,7 +168,9 @@ class EagerSteps:
             if place.through in STEPPED:
                 evidence = f"{compare.short(refused.name)} in torch's {place.through} reads a number on the host"
                 kind = "learning rate" if place.through == "schedule" else place.through
-                yield Finding(kind, STOPS, self._made_at(place), evidence)
+                is_lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.state.optimizers)
+                remedy = _OTHER_OPTIMIZER if is_lbfgs and kind == "optimizer" else ""
+                yield Finding(kind, STOPS, self._made_at(place), evidence, remedy=remedy)
                 continue
             if refused.reason == BY_TABLE:
                 evidence += f": it {operator_table.rows()[refused.name, 'forward'].text}"

@@ -43,7 +43,8 @@ def _optimizers(eager):
 def _batches(eager):
     number, batches = len(set(eager.state.classes)), eager.state.batches
     place = eager.source.at(eager.source.changed("batches"))
-    changing = changing_values(batches)
+    values_by_name = changing_values(batches)
+    changing = {name: values for name, values in values_by_name.items() if name not in eager.state.unread}
     if changing:
         words = "; ".join(f"{name} is {', '.join(map(repr, values))}" for name, values in changing.items())
         evidence = f"of batches whose tensors have one shape {words}: each value needs a graph and its memory"

@@ -14,7 +14,7 @@ from graph_worth.capture.pool import CaptureError
 from graph_worth.measuring import marks
 from graph_worth.snapshot import Snapshot
 from graph_worth.your_step import host_values, step_file, user_file
-from graph_worth.your_step.parts import changing_values, signature_of, tensors_in
+from graph_worth.your_step.parts import changing_values, has_several_ranks, loss_of, signature_of, tensors_in, without
 
 # Optimizers make their state in their first step. All variants train from the state after these.
 WARM_STEPS = 3
@@ -72,15 +72,32 @@ class StepState:
         self.snapshot = Snapshot(self.owned, device)
         self.moving.keep()
         self.layers = _layers(self.modules)
-        signatures = [signature_of(batch) for batch in self.batches]
+        # Names of values in batches, such as indices and names of files, that the step does not read.
+        self.unread = (
+            [] if has_several_ranks() else [name for name in changing_values(self.batches) if self._skips(name)]
+        )
+        signatures = [signature_of(batch, self.unread) for batch in self.batches]
         known = list(dict.fromkeys(signatures))
         if len(known) > MOST_CLASSES:
             text = f"{self.path.name}: its batches have {len(known)} shapes, and a graph has one: pad them to at most "
-            names = ", ".join(changing_values(self.batches))
+            names = ", ".join(name for name in changing_values(self.batches) if name not in self.unread)
             raise ValueError(f"{text}{MOST_CLASSES}" + (f", and make {names} a tensor on the GPU" if names else ""))
         self.classes = [known.index(signature) for signature in signatures]
         # Steps after which the shapes come again.
         self.period = len(self.classes)
+
+    def _skips(self, name: str) -> bool:
+        """Say whether a step without a value of its batch gives the loss that it gives with it."""
+        losses = []
+        for batch in (self.batches[0], without(self.batches[0], name)):
+            self.reset()
+            try:
+                self.keep_loss(0, self.step(batch))
+            except Exception:
+                break
+            losses += self.results(1)
+        self.reset()
+        return len(losses) == 2 and losses[0] == losses[1]
 
     def batch(self, index: int):
         """Return the batch of a step; they come in turn."""
@@ -126,7 +143,8 @@ class StepState:
             return mine(self.batch(index))
 
     def keep_loss(self, index: int, loss) -> None:
-        """Remember the loss of a step, a tensor of one element or a number, without waiting for the device."""
+        """Remember the loss in the result of a step, without waiting for the device."""
+        loss = loss_of(loss)
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             # What a graph returned, the next replay overwrites.
             self.losses[index % NUM_LOSSES] = loss.detach().clone()

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from graph_worth.capture.errors import explained
-from graph_worth.your_step.parts import tensors_in
+from graph_worth.your_step.parts import register_nests, tensors_in
 from graph_worth.your_step.step_file import FOLDER, split
 
 FIRST_STEP_LIMIT_S = 60.0
@@ -117,6 +117,7 @@ def _checked(returned, name, device):
         raise ValueError(f"{name}: the second value has to be a list of batches, at least one, not {kind}")
     for index, batch in enumerate(batches):
         try:
+            register_nests(batch)
             hidden = next((leaf for leaf in tree_leaves(batch) if _hides_tensors(leaf)), None)
         except RecursionError:
             raise ValueError(f"{name}: batch {index} contains itself: make it a nest of tensors") from None
@@ -136,7 +137,7 @@ def _checked(returned, name, device):
 
 
 def _hides_tensors(leaf) -> bool:
-    """Say whether a leaf is an object with tensors inside, such as a dataclass or a BatchEncoding of transformers."""
+    """Say whether a leaf is an object with tensors inside, such as one of a class of the user's."""
     if isinstance(leaf, torch.Tensor):
         return False
     inner = list(getattr(leaf, "__dict__", {}).values())

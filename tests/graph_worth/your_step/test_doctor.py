@@ -7,6 +7,7 @@ from graph_worth.capture.asking import answering
 from graph_worth.your_step import doctor
 from graph_worth.your_step.doctor import MODULES, UP_TO_OPTIMIZER, WHOLE, diagnose
 from graph_worth.your_step.findings import MAY, NOTE, STOPS, WRONG
+from graph_worth.your_step.state import StepState
 from graph_worth.your_step.trial import EQUAL
 
 STEP = """
@@ -499,3 +500,84 @@ def test_a_read_on_the_host_names_its_line_and_those_that_call_it(tmp_path):
         int(text.split(":")[-1]) for text in (finding.where, finding.evidence.split("called from ")[1].split(",")[0])
     )
     assert "value.item()" in lines[inner - 1] and "logged(loss)" in lines[outer - 1]
+
+
+BATCHES = {
+    "a dataclass": (
+        "@dataclasses.dataclass\nclass Batch:\n    x: object\n    y: object\n",
+        "[Batch(x, y) for x, y in batches]",
+        "batch.x, batch.y",
+    ),
+    "a frozen one": (
+        "@dataclasses.dataclass(frozen=True)\nclass Batch:\n    x: object\n    y: object\n",
+        "[Batch(x, y) for x, y in batches]",
+        "batch.x, batch.y",
+    ),
+    "a UserDict": ("", "[UserDict(x=x, y=y) for x, y in batches]", "batch['x'], batch['y']"),
+    "a namedtuple": ("Batch = namedtuple('Batch', 'x y')\n", "[Batch(*pair) for pair in batches]", "batch.x, batch.y"),
+    "a Data as PyG has it": (
+        "class Data:\n    def __init__(self, **kept):\n        self._store = kept\n"
+        "    def to_dict(self):\n        return dict(self._store)\n"
+        "    def __copy__(self):\n        return Data(**self._store)\n"
+        "    def __setitem__(self, key, value):\n        self._store[key] = value\n",
+        "[Data(x=x, y=y) for x, y in batches]",
+        "batch._store['x'], batch._store['y']",
+    ),
+}
+RESULTS = ("{'loss': loss, 'logits': x}", "(x, loss)", "SimpleNamespace(loss=loss)", "UserDict(loss=loss)")
+IMPORTS = "import dataclasses\nfrom collections import UserDict, namedtuple\nfrom types import SimpleNamespace\n"
+
+
+@pytest.mark.parametrize(("kind", "batches", "read"), BATCHES.values(), ids=BATCHES)
+def test_batches_as_libraries_have_them_are_copied_to_a_graph(tmp_path, kind, batches, read):
+    new = {"import torch, random": f"{IMPORTS}{kind}import torch, random", "# more": f"batches = {batches}"}
+
+    found, _ = diagnosed(tmp_path, new | {"x, y = batch": f"x, y = {read}"})
+
+    assert found.status == 0 and found.outcomes[WHOLE.title] == EQUAL, found.text()
+
+
+@pytest.mark.parametrize("result", RESULTS)
+def test_results_as_libraries_have_them_have_a_loss(tmp_path, result):
+    new = {"import torch, random": f"{IMPORTS}import torch, random", "return loss": f"return {result}"}
+
+    found, _ = diagnosed(tmp_path, new)
+
+    assert found.status == 0 and found.outcomes[WHOLE.title] == EQUAL, found.text()
+
+
+def test_a_counter_in_a_class_is_named_as_in_an_instance(tmp_path):
+    counter = "class Count:\n    steps = 0\n\ndef build"
+
+    found, _ = diagnosed(
+        tmp_path, {"def build": counter, LOSS: f"Count.steps += 1\n        {LOSS} * (1 + Count.steps)"}
+    )
+
+    (finding,) = [finding for finding in found.findings if finding.level == WRONG]
+    assert finding.kind == "host value" and "Count.steps goes from" in finding.evidence
+    assert found.outcomes[WHOLE.title].startswith("wrong numbers"), found.text()
+
+
+@pytest.mark.parametrize(
+    ("read", "number"), [("batch['x'], batch['y']", 1), ("batch['x'] + len(batch['path']), batch['y']", 4)]
+)
+def test_names_in_a_batch_that_a_step_never_reads_make_no_shapes(tmp_path, read, number):
+    batches = "[{'x': x, 'y': y, 'path': 'p' * i} for i, (x, y) in enumerate(batches)]"
+
+    found, _ = diagnosed(tmp_path, {"# more": f"batches = {batches}", "x, y = batch": f"x, y = {read}"})
+
+    state = StepState(f"{tmp_path / 'my_step.py'}:build", torch.device("cpu"), "test")
+    assert len(set(state.classes)) == number
+    assert ("shapes of batches" in {finding.kind for finding in found.findings}) == (number > 1)
+    assert found.outcomes[WHOLE.title] == EQUAL
+
+
+def test_lbfgs_is_named_as_what_it_is(tmp_path):
+    make = "optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)"
+    step = "optimizer.step(lambda: (loss := nn.functional.cross_entropy(model(x), y), loss.backward())[0])"
+
+    found, lines = diagnosed(tmp_path, {"# more": make, "optimizer.step()": f"{step}"})
+
+    finding = found.findings[0]
+    assert finding.kind == "optimizer" and "LBFGS(" in lines[int(finding.where.rpartition(":")[2]) - 1]
+    assert "another optimizer" in finding.text() and "AdamW" not in finding.text()

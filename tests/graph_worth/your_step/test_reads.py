@@ -203,7 +203,7 @@ def test_remedy_is_that_of_the_call(tmp_path, call):
 
 
 def test_numbers_and_texts_that_differ_among_batches_are_named_with_their_values(tmp_path):
-    step = "batch = batch['rows']; loss = model(batch).mean()"
+    step = "mode = batch['mode']; batch = batch['rows']; loss = model(batch).mean() * (1 + mode)"
 
     def levels(values):
         build = f"batches = [{{'rows': batches[0], 'mode': each}} for each in {values}]"
