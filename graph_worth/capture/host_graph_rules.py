@@ -14,7 +14,7 @@ SHAPE = "has a shape that depends on values, a graph's shapes are fixed"
 NEW = "makes a tensor from host data: make it before the capture and copy into it"
 RANDOM = "reads or sets the random state on the host: do it before the capture"
 RESIZES = "moves a tensor's memory, a graph's addresses are fixed"
-COLLECTIVE = "is a collective of torch.distributed: use graph_worth/parallel/collectives.py"
+COLLECTIVE = "is a collective of torch.distributed, which a host graph cannot record: NCCL's are captured on a GPU"
 UNKNOWN_GENERATOR = "draws from a generator that is unknown to the pool: call register_generator"
 # Of a tensor of the host: nothing waits for the GPU.
 NO_MATTER_ON_HOST = (READS, SHAPE)

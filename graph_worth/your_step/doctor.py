@@ -112,7 +112,11 @@ class Diagnosis:
     def text(self) -> str:
         """Return the diagnosis as it is printed."""
         stands = any(finding.level != NOTE for finding in self.findings)
-        lines = [] if stands else ["Nothing stands against a graph."]
+        branches = any(finding.kind == "control flow" for finding in self.findings)
+        nothing = (
+            "These steps can be in a graph, but a branch may change." if branches else "Nothing stands against a graph."
+        )
+        lines = [] if stands else [nothing]
         lines += [finding.text(self.names) for finding in self.findings]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]
         return "\n".join(lines)
@@ -168,8 +172,8 @@ def _without_mine(state) -> Diagnosis:
     diagnosis.whole_is_right = outcomes[0].is_equal
     if diagnosis.whole_is_right:
         # Its numbers are eager's: what changes on the host does not matter, but for draws, which have agreed by chance.
-        seen = [finding for finding in diagnosis.findings if finding.level == WRONG]
-        diagnosis.suspects = [f"{finding.where}: {finding.kind}: {finding.evidence}" for finding in seen]
+        suspects = [finding for finding in diagnosis.findings if finding.level == WRONG]
+        diagnosis.suspects = [f"{finding.where}: {finding.kind}: {finding.evidence}" for finding in suspects]
         levels_of = {"python random": MAY} | dict.fromkeys(_HARMLESS, NOTE)
         diagnosis.findings = [
             replace(finding, level=levels_of.get(finding.kind, WRONG)) if finding.level == WRONG else finding
@@ -181,6 +185,14 @@ def _without_mine(state) -> Diagnosis:
         diagnosis.findings.append(failed[0])
         diagnosis.findings += rank_decisions.merged(eager.host_values()) if failed[0].level == WRONG else []
     diagnosis.findings = ordered(diagnosis.findings)
+    if not diagnosis.whole_is_right and outcomes[1].is_equal:
+        eager_optimizer = "leave it eager: graph_fwd_bwd, which trains as eager does here; or "
+        diagnosis.findings = [
+            replace(finding, remedy=eager_optimizer + (finding.remedy or REMEDIES[finding.kind]))
+            if finding.kind in _OF_OPTIMIZER
+            else finding
+            for finding in diagnosis.findings
+        ]
     return diagnosis
 
 

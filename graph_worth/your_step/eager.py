@@ -18,6 +18,7 @@ from graph_worth.measuring import course, operator_table, parity, torch_settings
 from graph_worth.snapshot import storage_id
 from graph_worth.your_step import compare, handed_over, host_values, rank_decisions
 from graph_worth.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
+from graph_worth.your_step.libraries import argument_for, library_of
 from graph_worth.your_step.parts import tensors_in
 from graph_worth.your_step.place import STEPPED, Place
 from graph_worth.your_step.reads import hidden_reads
@@ -39,12 +40,13 @@ _REMEDIES = {
     "checkpoint": "checkpoint(..., preserve_rng_state=False) where it draws no random numbers, else leave it eager: "
     "graph_modules",
     "distribution": "torch.distributions.Distribution.set_default_validate_args(False), in build",
-    BY_TABLE: "compute it outside of the step, or leave its module eager: graph_modules; see docs/operators.md",
+    BY_TABLE: "compute it outside of the step, or leave its module eager: graph_modules",
     rules.LENGTHS: "pad and mask: a padded batch, and a loss that leaves the padding out, need no packed sequence",
 }
 _MADE_PART_OF_BATCH = "make it part of the batch, which is copied before each replay"
 _AS_CAPTURED = "nothing to do: a graph is compared with eager steps that do what a capture does"
 _OTHER_OPTIMIZER = "LBFGS asks the host in each of its iterations: only another optimizer can be captured"
+_MICROBATCHES = "make all microbatches of an update in one step, without accumulate()"
 _COPY = "write into the old tensor: old.copy_(new)"
 # Words of warnings of torch, which have no classes of their own.
 _SLOW_PATH = "Unable to hit fast path of CUDAGraphs"
@@ -175,12 +177,12 @@ class EagerSteps:
             if refused.reason == BY_TABLE:
                 evidence += f": it {operator_table.rows()[refused.name, 'forward'].text}"
             if place.line != place.own:
-                evidence += f" (at {place.line})"
+                evidence += f" (in {library_of(place.line) or 'a package'}, at {place.line})"
             if place.callers:
                 evidence += f", called from {', '.join(place.callers[:MOST_CALLERS])}"
             instead = operator_table.instead_of(refused.name)
             remedy = f"a graph holds {instead} in its place" if instead else _REMEDIES.get(refused.reason, "")
-            remedy = _REMEDIES.get(place.through, remedy)
+            remedy = argument_for(place) or _REMEDIES.get(place.through, remedy)
             finding = _at(place, KINDS[refused.reason], STOPS, evidence, remedy)
             yield replace(finding, is_hidden=refused.is_hidden)
         for text, place in self.first.warned:
@@ -192,7 +194,7 @@ class EagerSteps:
     def _made_at(self, place):
         """The line that makes the optimizer or scaler, since it has to change; else the line that calls it."""
         scalers = ("GradScaler",) if place.through == "loss scaler" else ()
-        line = self.source.made(*(scalers or {type(optimizer).__name__ for optimizer in self.state.optimizers}))
+        line = self.source.made(*(scalers or self.state.optimizer_names()))
         return self.source.at(line) if line else place.own
 
     def _batch_storages(self):
@@ -295,7 +297,9 @@ class EagerSteps:
             yield _at(compare.place(*different), "gradient", WRONG, evidence + self.changing())
         elif different and not self._is_refused(*different):
             evidence = "of two steps of one shape, " + compare.told(*different) + self.changing()
-            yield _at(compare.place(*different), "control flow", WRONG, evidence)
+            is_of_accelerate = any(name.endswith(".sync_gradients") for name in self.changes)
+            remedy = _MICROBATCHES if is_of_accelerate else ""
+            yield _at(compare.place(*different), "control flow", WRONG, evidence, remedy)
         numbers: set[tuple] = set()
         storages = self.of_batches | later_step.from_host | later_step.exchanged
         for mine, theirs in zip(self.first.operators, later_step.operators, strict=False):
@@ -354,7 +358,8 @@ class EagerSteps:
         line = self.source.changed(name) if name else None
         evidence = f"{name or 'a tensor'} is another tensor after each step, and {compare.short(operator.name)} at "
         evidence += f"{operator.place.own} reads it: a replay reads that of the capture"
-        return Finding("kept tensor", WRONG, self.source.at(line) if line else place.own, evidence, place.module)
+        where = self.source.at(line) if line else place.own
+        return replace(_at(place, "kept tensor", WRONG, evidence), where=where)
 
     def changing(self):
         """The plain values on the host that the steps changed, and where, as words after a finding's evidence."""
@@ -390,4 +395,4 @@ def _identity(generator) -> int:
 
 
 def _at(place: Place, kind: str, level: str, evidence: str, remedy: str = "") -> Finding:
-    return Finding(kind, level, place.own, evidence, place.module, remedy)
+    return Finding(kind, level, place.own, evidence, place.module, remedy or argument_for(place))

@@ -44,15 +44,15 @@ REMEDIES = {
     "unpinned copy": "pin the memory once in build, pin_memory(), and copy before the step with non_blocking=True",
     "thread": "let the step's own thread do that work, outside of the step, or give the other one its own generator",
     "side stream": "let the step's stream wait for it at its end: current_stream().wait_stream(side)",
-    "compiled graphs": "see docs/doctor.md for the message",
+    "compiled graphs": "leave reduce-overhead out of the step: torch.compile(model), and a graph of the whole step",
     "warm-up": "put back what the warm-up of a capture in build has moved, or hand the capture over as `mine`",
     "not handed over": "hand over every object that training changes",
     "not repeatable": "hand over all that training changes, and draw random numbers with torch",
-    "your capture": "see docs/your_step.md, a capture of your own",
+    "your capture": "copy each batch into the tensors of the capture, and keep on the GPU what changes with the steps",
     "wrong numbers": "compare the operators of two steps; what is not in the list of findings may be host code",
     "not finite": "look at that batch, at the learning rate and at the precision: the step fails without a graph, too",
     "memory": "smaller batches or fewer shapes, or graphs of parts: graph_fwd_bwd, graph_modules",
-    "capture": "see docs/doctor.md for the message",
+    "capture": "leave the part that the message names eager: graph_fwd_bwd, graph_modules",
 }
 
 

@@ -32,12 +32,13 @@ def _optimizers(eager):
     scheduled = [holder for holder in eager.state.owned if hasattr(holder, "get_last_lr")]
     rates = eager.looks[-1].rates
     if rates and None not in rates and (scheduled or rates != eager.looks[0].rates):
-        names = {type(optimizer).__name__ for optimizer in eager.state.optimizers}
+        kinds = {type(getattr(schedule, "scheduler", schedule)).__name__ for schedule in scheduled}
+        made_at = eager.source.made(*eager.state.optimizer_names()) or eager.source.made(*kinds)
         what = type(scheduled[0]).__name__ if scheduled else "the step"
         evidence = f"{what} changes lr, a number on the host: a graph of the whole step keeps that of the capture"
         line = None if scheduled else eager.source.sets_item("lr")
         kind = "rate by hand" if line else "learning rate"
-        yield Finding(kind, WRONG, eager.source.at(line or eager.source.made(*names)), evidence + eager.changing())
+        yield Finding(kind, WRONG, eager.source.at(line or made_at), evidence + eager.changing())
 
 
 def _batches(eager):

@@ -41,6 +41,7 @@ class Place:
         through: one of STEPPED, "checkpoint" or "distribution" where the call comes from one of torch's.
         module: path of the innermost module that is running.
         callers: file:line of the user's frames around `own`, inner ones first.
+        function: name of the function that `line` is in.
     """
 
     line: str
@@ -48,6 +49,7 @@ class Place:
     through: str = ""
     module: str = ""
     callers: tuple[str, ...] = ()
+    function: str = ""
 
 
 def place_of_call(module: str = "", has_callers: bool = False) -> Place:
@@ -64,17 +66,17 @@ def place_of_thread(thread: threading.Thread, module: str = "", has_callers: boo
     return place_of(_frames(sys._current_frames().get(thread.ident or 0)), module, has_callers)
 
 
-def _frames(frame: FrameType | None) -> Iterator[tuple[str, int]]:
+def _frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
     while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
 
 
-def place_of(frames: Iterable[tuple[str, int]], module: str = "", has_callers: bool = False) -> Place:
-    """Return the place of (file, line) of frames, the innermost first."""
-    line = user_line = through = ""
+def place_of(frames: Iterable[tuple[str, int, str]], module: str = "", has_callers: bool = False) -> Place:
+    """Return the place of (file, line, function) of frames, the innermost first."""
+    line = user_line = through = function = ""
     callers = []
-    for path, here in frames:
+    for path, here, name in frames:
         if user_line and not has_callers:
             break
         is_installed = path.startswith(_COMMON) or any(part in path for part in _PACKAGES)
@@ -82,15 +84,16 @@ def place_of(frames: Iterable[tuple[str, int]], module: str = "", has_callers: b
             if _is_outside(path) and not is_installed and not path.startswith(_STANDARD_LIBRARY):
                 callers.append(f"{path}:{here}")
         elif path.startswith(_OPTIM) and path != _AVERAGES:
-            through = through or ("schedule" if "lr_scheduler" in path else "optimizer")
+            # Around an optimizer of another library it is torch's hook alone.
+            through = through or ("" if line else "schedule" if "lr_scheduler" in path else "optimizer")
         elif path.startswith(_AMP):
             through = "loss scaler" if "grad_scaler" in path else through
         elif path.startswith(_TORCH):
-            through = through or next((name for start, name in _NAMED.items() if path.startswith(start)), "")
+            through = through or next((part for start, part in _NAMED.items() if path.startswith(start)), "")
         elif _is_outside(path) and (is_installed or not path.startswith(_STANDARD_LIBRARY)):
-            line = line or f"{path}:{here}"
+            line, function = (line, function) if line else (f"{path}:{here}", name)
             user_line = "" if is_installed else f"{path}:{here}"
-    return Place(line or UNKNOWN, user_line or line or UNKNOWN, through, module, tuple(callers))
+    return Place(line or UNKNOWN, user_line or line or UNKNOWN, through, module, tuple(callers), function)
 
 
 def _is_outside(path: str) -> bool:

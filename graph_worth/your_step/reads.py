@@ -110,7 +110,8 @@ def _module(opened) -> str:
     return names[-1].removeprefix(MODULE) if names else ""
 
 
-def _frame(text: str) -> tuple[str, int]:
-    """The file and the line of "FILE(LINE): FUNCTION"."""
+def _frame(text: str) -> tuple[str, int, str]:
+    """The file, the line and the function of "FILE(LINE): FUNCTION"."""
     path, _, rest = text.rpartition("(")
-    return path, int(rest.partition(")")[0])
+    number, _, function = rest.partition("): ")
+    return path, int(number.removesuffix(")")), function

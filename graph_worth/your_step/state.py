@@ -99,6 +99,11 @@ class StepState:
         self.reset()
         return len(losses) == 2 and losses[0] == losses[1]
 
+    def optimizer_names(self) -> set[str]:
+        """Return the names of the optimizers' classes, and of those that a library has wrapped."""
+        wrapped = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
+        return {type(optimizer).__name__ for optimizer in [*self.optimizers, *wrapped]}
+
     def batch(self, index: int):
         """Return the batch of a step; they come in turn."""
         return self.batches[index % len(self.batches)]

@@ -1,0 +1,38 @@
+"""Arguments of libraries that remove a finding in their code, so that nobody edits an installed package.
+
+The keys are library, file and function. A version whose file or function has another name is passed over.
+"""
+
+from graph_worth.your_step.place import Place
+
+_CHECKPOINT = (
+    "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False, 'preserve_rng_state': False})"
+    " where it draws no random numbers, else leave it eager: graph_modules"
+)
+_SELF_LOOPS = "GCNConv(..., add_self_loops=False), GATConv alike; add the loops to the data before training"
+_POOLING = "global_mean_pool(x, batch, size=4) with the number of graphs of a batch; other layers take dim_size"
+_EMA = "call the average's step() after the step, outside of it: it counts on the host"
+ARGUMENTS = {
+    ("transformers", "modeling_layers.py", "__call__"): _CHECKPOINT,
+    ("transformers", "modeling_layers.py", "forward_with_checkpointing"): _CHECKPOINT,
+    ("torch_geometric", "loop.py", "remove_self_loops"): _SELF_LOOPS,
+    ("torch_geometric", "loop.py", "add_remaining_self_loops"): _SELF_LOOPS,
+    ("torch_geometric", "_scatter.py", "scatter"): _POOLING,
+    ("diffusers", "training_utils.py", "step"): _EMA,
+    ("diffusers", "training_utils.py", "get_decay"): _EMA,
+    ("torchmetrics", "stat_scores.py", "_update_state"): "metric.update() outside of training_step, on what it returns",
+    ("transformers", "trainer.py", "_inner_training_loop"): "TrainingArguments(logging_nan_inf_filter=False)",
+}
+_PACKAGES = ("site-packages/", "dist-packages/")
+
+
+def library_of(line: str) -> str:
+    """Return the name of the installed package that FILE:LINE lies in, or ""."""
+    parts = next((line.rpartition(folder)[2] for folder in _PACKAGES if folder in line), "")
+    return parts.partition("/")[0].partition(":")[0].removesuffix(".py")
+
+
+def argument_for(place: Place) -> str:
+    """Return the argument of a library that removes a finding at this place, in words, or ""."""
+    path = place.line.rpartition(":")[0]
+    return ARGUMENTS.get((library_of(place.line), path.rpartition("/")[2], place.function), "")
