@@ -112,10 +112,11 @@ class Diagnosis:
     def text(self) -> str:
         """Return the diagnosis as it is printed."""
         stands = any(finding.level != NOTE for finding in self.findings)
-        branches = any(finding.kind == "control flow" for finding in self.findings)
-        nothing = (
-            "These steps can be in a graph, but a branch may change." if branches else "Nothing stands against a graph."
-        )
+        nothing = "Nothing stands against a graph."
+        if any(finding.kind == "control flow" for finding in self.findings):
+            nothing = "These steps can be in a graph, but a branch may change."
+        elif self.outcomes.get(WHOLE.title, "").startswith("not possible"):
+            nothing = "Eager steps show nothing that stands against a graph; none was tried."
         lines = [] if stands else [nothing]
         lines += [finding.text(self.names) for finding in self.findings]
         lines += [f"{title}: {text}" for title, text in self.outcomes.items()]

@@ -6,7 +6,7 @@ import torch
 from graph_worth.capture.asking import answering
 from graph_worth.your_step import doctor
 from graph_worth.your_step.doctor import MODULES, UP_TO_OPTIMIZER, WHOLE, diagnose
-from graph_worth.your_step.findings import MAY, NOTE, STOPS, WRONG
+from graph_worth.your_step.findings import MAY, NOTE, STOPS, WRONG, Finding
 from graph_worth.your_step.state import StepState
 from graph_worth.your_step.trial import EQUAL
 
@@ -581,3 +581,34 @@ def test_lbfgs_is_named_as_what_it_is(tmp_path):
     finding = found.findings[0]
     assert finding.kind == "optimizer" and "LBFGS(" in lines[int(finding.where.rpartition(":")[2]) - 1]
     assert "another optimizer" in finding.text() and "AdamW" not in finding.text()
+
+
+@pytest.mark.parametrize(
+    ("findings", "whole", "first"),
+    [
+        ([], EQUAL, "Nothing stands against a graph."),
+        ([], "not possible: several ranks", "Eager steps show nothing that stands against a graph; none was tried."),
+        (
+            [Finding("control flow", NOTE, "a.py:1", "")],
+            EQUAL,
+            "These steps can be in a graph, but a branch may change.",
+        ),
+        ([Finding("warm-up", NOTE, "a.py:1", "")], EQUAL, "Nothing stands against a graph."),
+    ],
+)
+def test_the_first_line_contradicts_none_below_it(findings, whole, first):
+    text = doctor.Diagnosis(findings=findings, outcomes={WHOLE.title: whole}).text()
+
+    assert text.splitlines()[0] == first
+
+
+def test_an_optimizer_finding_says_that_leaving_it_eager_was_just_seen_to_train_right(tmp_path):
+    make = "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)"
+    step = "optimizer.step()\n        schedule.step()"
+
+    found, lines = diagnosed(tmp_path, {"# more": make, "optimizer.step()": step, "r]": "r, schedule]"})
+
+    (finding,) = [finding for finding in found.findings if finding.kind in ("learning rate", "rate by hand")]
+    assert found.outcomes[UP_TO_OPTIMIZER.title] == EQUAL, found.text()
+    assert "graph_fwd_bwd, which trains as eager does here" in finding.text()
+    assert "SGD(" in lines[int(finding.where.rpartition(":")[2]) - 1]
