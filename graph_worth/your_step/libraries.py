@@ -32,6 +32,12 @@ def library_of(line: str) -> str:
     return parts.partition("/")[0].partition(":")[0].removesuffix(".py")
 
 
+def with_library(place: Place) -> str:
+    """Return the user's line of a place, and beside it that of the library which makes the call."""
+    library = library_of(place.line)
+    return f"{place.own} (in {library}, at {place.line})" if library and place.line != place.own else place.own
+
+
 def argument_for(place: Place) -> str:
     """Return the argument of a library that removes a finding at this place, in words, or ""."""
     path = place.line.rpartition(":")[0]

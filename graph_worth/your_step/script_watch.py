@@ -107,6 +107,7 @@ class ScriptWatch:
     def _steps(self):
         """Advances at the end of each step."""
         from graph_worth.measuring import kernel_trace
+        from graph_worth.your_step.libraries import with_library
         from graph_worth.your_step.step_watch import reads_noted
 
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -139,7 +140,7 @@ class ScriptWatch:
                 # A line that waits for the GPU is in the record of a step once.
                 with reads_noted() as record:
                     yield
-                reads.update((call.place.own, call.name) for call in record.refused if not call.place.through)
+                reads.update((with_library(call.place), call.name) for call in record.refused if not call.place.through)
         self._told["reads"] = [[line, name, number / READ] for (line, name), number in reads.items()]
         self._told["shapes"] = {name: sorted(class_shapes)[:MOST_SHAPES] for name, class_shapes in shapes.items()}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graph_worth.your_step.doctor import diagnose
-from graph_worth.your_step.libraries import ARGUMENTS, argument_for, library_of
+from graph_worth.your_step.libraries import ARGUMENTS, argument_for, library_of, with_library
 from graph_worth.your_step.place import Place
 
 pytestmark = pytest.mark.slow
@@ -127,3 +127,5 @@ def test_another_version_of_a_library_has_no_entry():
     for line in ("/venv/lib/site-packages/transformers/layers.py:9", "/home/transformers/modeling_layers.py:9"):
         assert not argument_for(Place(line, "my_step.py:3", function="__call__"))
     assert not argument_for(Place(place.line, "my_step.py:3", function="forward"))
+    assert with_library(place) == f"my_step.py:3 (in transformers, at {place.line})"
+    assert with_library(Place("my_step.py:3", "my_step.py:3")) == "my_step.py:3"
