@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from graph_worth.folders import ROOT
+from graph_worth.harness.command import shown
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.standing import NOTE, REASONS, Correction
 from graph_worth.text import printable
@@ -87,10 +88,10 @@ class Corrections:
         runs = list(runs)
         named = {name for entry in self.published for run in runs for name in entry.names(run)}
         missing = [name for entry in self.published for name in (*entry.runs, *entry.boots) if name not in named]
-        lines = [f"{self.path}: {name} names no run" for name in dict.fromkeys(missing)]
+        lines = [f"{shown(self.path)}: {name} names no run" for name in dict.fromkeys(missing)]
         for run in runs:
             kinds = [reason.kind for reason in self._reasons(run)]
-            lines += [f"{self.path}: {run.id} is {' and '.join(kinds)}; the first counts"] if len(kinds) > 1 else []
+            lines += [f"{shown(self.path)}: {run.id} is {' and '.join(kinds)}; the first counts"] if len(kinds) > 1 else []
         return [*self.unread, *map(printable, lines)]
 
 
@@ -106,7 +107,7 @@ def read(root: Path) -> Corrections:
     try:
         tables = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
-        known.unread.append(printable(f"{path}: {' '.join(str(error).split())}"))
+        known.unread.append(printable(f"{shown(path)}: {' '.join(str(error).split())}"))
         return known
     kinds: dict[str, tuple[type, list]] = {"published": (Entry, known.published), "pages": (Sentences, known.pages)}
     for name, entries in tables.items():
@@ -115,7 +116,7 @@ def read(root: Path) -> Corrections:
                 kind, entries_read = kinds[name]
                 entries_read.append(msgspec.convert(entry, kind))
             except KeyError:
-                known.unread.append(printable(f"{path}: {name}: there are {' and '.join(kinds)}"))
+                known.unread.append(printable(f"{shown(path)}: {name}: there are {' and '.join(kinds)}"))
             except ValueError as error:
-                known.unread.append(printable(f"{path}: entry {number} of {name}: {error}"))
+                known.unread.append(printable(f"{shown(path)}: entry {number} of {name}: {error}"))
     return known

@@ -52,6 +52,10 @@ from graph_worth.harness.standing import (
 EARLIER = ", earlier file"
 # A row names the scatter of its base's blocks if they differ by more.
 WIDE_SPREAD = 0.10
+# torch.compile's own graphs: a second stream in the process makes replays of other graphs up to 9 % slower.
+REDUCE_OVERHEAD = "reduce_overhead"
+# Columns of a host of the archive.
+ARCHIVED = {"archived": True, "light_cycles": 0, "is_mixed": False}
 OF_ONE_RUN = ("low", "high", "control_ratio", "control_half_width", "base_fastest_ms", "base_slowest_ms")
 TEXT, NUMBER, COUNT, FLAG = "string", "float64", "Int64", "boolean"
 # A row shows the first of these that it has; the others stand beside it.
@@ -103,6 +107,10 @@ class _Point:
     @property
     def uncaptured_ms(self) -> float | None:
         return self.judged.working(self.judged.uncaptured(self.name)).value
+
+    @property
+    def is_mixed(self) -> bool:
+        return REDUCE_OVERHEAD in self.judged.build.variants and self.name not in (REDUCE_OVERHEAD, self.judged.base)
 
     @cached_property
     def ceiling(self) -> Noted:
@@ -196,6 +204,7 @@ COLUMNS = {
     "steps_bytes": Column(COUNT, "without captures", lambda at: at.judged.added_bytes_in_steps(at.name)),
     "standing": Column(TEXT, "quiet, unknown, beside other work, aside (in no range)", lambda at: at.standing.kind),
     "standing_reason": Column(TEXT, "why it is not quiet", lambda at: at.standing.text),
+    "mixed": Column(FLAG, "reduce_overhead ran in its process, which slows other graphs", lambda at: at.is_mixed),
     "light": Column(FLAG, "few cycles, or a census", lambda at: at.ratio and is_light(at.judged, at.ratio.cycles)),
     "alone_ratio": Column(NUMBER, "base's step / its step alone in a process", lambda at: at.judged.alone_ratio),
     "control_ratio": Column(NUMBER, "ratio of the run's control", lambda at: at.control and at.control.ratio),
@@ -484,8 +493,14 @@ def host_means(points: DataFrame) -> DataFrame:
     """Return the means of each row on each host, over its runs there."""
     by_host = timed(points).groupby(["row", "host"], sort=False)
     means = by_host.agg(
-        base_ms=("base_ms", geometric_mean), ms=("variant_ms", geometric_mean), standing=("standing", "min")
+        base_ms=("base_ms", geometric_mean),
+        ms=("variant_ms", geometric_mean),
+        standing=("standing", "min"),
+        light_cycles=("cycles", "max"),
+        is_light=("light", "all"),
+        is_mixed=("mixed", "any"),
     ).reset_index()
+    means["light_cycles"] = means["light_cycles"].where(means.pop("is_light").astype(bool), 0).astype(int)
     return means.assign(archived=False, gain=means["base_ms"] / means["ms"])
 
 
@@ -511,7 +526,7 @@ def hosts(points: DataFrame, archived: DataFrame) -> DataFrame:
     pairs = pairs.merge(bases, on=[*same, "host", "base"])
     pairs = pairs[(pairs["kernels"] / pairs["base_kernels"] - 1).abs() <= archive_file.SAME_KERNELS]
     pairs = pairs[["row", "host", "old_base_ms", "ms"]].rename(columns={"old_base_ms": "base_ms"})
-    pairs = pairs.assign(archived=True, gain=pairs["base_ms"] / pairs["ms"], standing=UNKNOWN)
+    pairs = pairs.assign(gain=pairs["base_ms"] / pairs["ms"], standing=UNKNOWN, **ARCHIVED)
     # An archived host counts, so nothing that does not count stands beside it in the numbers.
     means = means[means["standing"].isin(COUNTED) | ~means["row"].isin(pairs["row"])]
     every = pd.concat([means, pairs]) if len(pairs) else means
@@ -630,6 +645,7 @@ def _note(row) -> str:
             texts.append(f"{row.first_base} of the other build: {digits(row.first_ms)} ms" if is_faster else "")
         texts.append("a process for each block" if row.is_apart else "")
         texts.append("in a process of its own with eager" if row.process != row.build else "")
+        texts.append("reduce_overhead ran in its process" if row.mixed and row.kind == "graph" else "")
         # Beside a small effect stands by how much two equal programs differed in the same run.
         if word and abs(row.gain - 1) < intervals.SMALL_EFFECT and row.control_ratio is not None:
             texts.append(f"control {row.control_ratio:.3f}x +- {100 * row.control_half_width:.1f} %")

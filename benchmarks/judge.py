@@ -43,7 +43,9 @@ def _of_build(build: Judged) -> Iterator[str]:
     usual = next((name for name in ("eager", build.build.anchor) if build.passed(name)), "")
     why = "no other eager variant is faster" if base == usual else f"faster than {usual or 'no other'}"
     yield f"base: {base}, {milliseconds(build.ms(base))} ms: {why}"
-    yield f"alone in a process: {f'step in blocks / step alone {alone:.2f}' if alone else 'too few steps'}"
+    process = build.build.variants[base].alone
+    steps = "too few steps" if process and process.step_ms else "not measured"
+    yield f"alone in a process: {f'step in blocks / step alone {alone:.2f}' if alone else steps}"
     yield f"pace of the host: {f'last half of the cycles / first half {pace:.2f}' if pace else 'a single cycle'}"
     ceiling = build.ceiling_of(base)
     if ceiling.value is None:

@@ -19,7 +19,7 @@ from benchmarks.pages.markdown import in_markdown
 from graph_worth.files import write_text
 from graph_worth.folders import ROOT
 from graph_worth.harness import command
-from graph_worth.harness.command import shown
+from graph_worth.harness.command import Mistake, shown
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages.cells import counted
 from graph_worth.harness.standing import NOTE
@@ -134,7 +134,10 @@ def wanted(results: Results, root: Path = ROOT) -> dict[Path, str]:
 
 def work() -> int:
     """Write every file that is not what the runs say."""
-    results = found_in(str(ROOT / "results"))
+    results, known = found_in(str(ROOT / "results")), corrections.read(ROOT / "results")
+    # Without its corrections a disturbed run would be a headline.
+    if known.unread or not known.is_of_root:
+        raise Mistake("; ".join(known.unread) or f"results/{corrections.NAME} is missing: no page is written")
     for path, text in wanted(results).items():
         write_text(path, text)
         print(f"wrote {shown(path)}")

@@ -130,7 +130,7 @@ def _why_not(run: Run, as_is: bool) -> str:
             return f"no eager variant of {label} passed"
         if judged_build.quiet_cycles < LEAST_CYCLES:
             return (
-                f"{label} has {judged_build.quiet_cycles} whole cycles on a quiet host, "
+                f"{label} has {judged_build.quiet_cycles} whole cycles without busy processes, "
                 f"published runs have at least {LEAST_CYCLES}"
             )
     if not any(judged_build.base or stopped(judged_build) for judged_build in judged(run).values()):

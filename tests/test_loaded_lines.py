@@ -24,7 +24,7 @@ print(name.replace(".", "/") + ".py")
 # the host graph's answer to a step that asks for a capture, and its rules for tensors that stay on the host.
 MOST_LINES = [
     ("gpt3", "graph_layer", 5_810),
-    pytest.param("llama2_lora", "graph_layer", 7_580, marks=pytest.mark.slow),
+    pytest.param("llama2_lora", "graph_layer", 7_605, marks=pytest.mark.slow),
     pytest.param("llama31", "graph_fwd_bwd", 7_365, marks=pytest.mark.slow),
     pytest.param("moe", "graph_attn", 7_605, marks=pytest.mark.slow),
     pytest.param("rnnt", "graph_step", 6_015, marks=pytest.mark.slow),

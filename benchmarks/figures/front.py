@@ -36,6 +36,8 @@ def gain(results: Results) -> Page:
     note = "Runs beside other work are left out. Left: a mark is one host's mean step, over the graph's median with "
     note += "that GPU. Right: a mark is a graph in one run; the line is its ceiling, the eager step / the time that "
     note += "the GPU is busy in it."
+    if any(host.is_mixed for line in lines for host in line.hosts):
+        note += " The title leaves out graphs in whose process reduce_overhead ran, which makes their replays slower."
     height = max(ROW * len(lines), TALL + 0.55 + 0.2 * (len(gpus) + 3))
     drawn = {*reached["run"], *headlines.points(results)["run"]}
     used = [run for _, run in results.runs if run.id in drawn]
@@ -53,7 +55,9 @@ def title_of(lines: Sequence[Headline]) -> str:
         high = lines[0].gain[1]
         name = lines[0].name if len(lines[0].name) <= LONGEST else f"{lines[0].name[: LONGEST - 3]}..."
         return f"{name}: a graph gains {_percent(high)}, the time for which the host made the GPU wait"
-    graph, eager = (max(_spread(hosts, name) for hosts in groups) for name in ("ms", "base_ms"))
+    alike = [[host for host in hosts if not host.is_mixed] for hosts in groups]
+    graph = max((_spread(hosts, "ms") for hosts in alike if hosts), default=1.0)
+    eager = max(_spread(hosts, "base_ms") for hosts in groups)
     text = f"Between hosts with the same GPU a graph's step differs by up to {_percent(graph)}, an eager step by up to "
     return f"{text}{_percent(eager)}: a graph gains what the host makes the GPU wait"
 

@@ -41,7 +41,11 @@ _ON_GPU = [*_GRAPH, "short", "preset"]
 
 
 class HostMeans(NamedTuple):
-    """A graph's means on one host, over its runs there; `archived`: of the archive; `standing`: of its best run."""
+    """A graph's means on one host, over its runs there.
+
+    `archived`: of the archive; `standing`: of its best run; `light_cycles`: of light runs alone, else 0; `is_mixed`:
+    reduce_overhead ran in the same process.
+    """
 
     host: str
     base_ms: float
@@ -49,13 +53,22 @@ class HostMeans(NamedTuple):
     gain: float
     archived: bool
     standing: str
+    light_cycles: int
+    is_mixed: bool
 
 
 def hosts_text(hosts: Sequence[HostMeans], word: str = "") -> str:
-    """Return a number of hosts in words, archived and unknown ones marked, as 5 H200 (2 unknown)."""
+    """Return a number of hosts in words, archived and unknown ones marked, as 5 H200 (2 unknown).
+
+    Where all of them had light runs alone, with the cycles of these.
+    """
     archived = sum(host.archived for host in hosts)
     unknown = sum(host.standing == UNKNOWN for host in hosts) - archived
-    return cells.hosts_text(len(hosts), archived, unknown, word)
+    text, cycles = cells.hosts_text(len(hosts), archived, unknown, word), [host.light_cycles for host in hosts]
+    if not all(cycles):
+        return text
+    marks = f"{span(min(cycles), max(cycles), 'd')} cycles"
+    return f"{text.removesuffix(')')}; {marks})" if text.endswith(")") else f"{text} ({marks})"
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,7 @@ class Gain(NamedTuple):
     def beside(self) -> str:
         """The range beside other work, in words; "" without any."""
         gains = [host.gain for gpu in self.gpus for host in gpu.beside]
-        return cells.beside(min(gains), max(gains), self.ends[1], TWO) if gains else ""
+        return cells.beside(min(gains), max(gains), self.ends, TWO) if gains else ""
 
     @property
     def text(self) -> str:
@@ -284,7 +297,7 @@ def _of_archive(archive: DataFrame) -> DataFrame:
     eager = archive[archive["variant"] == "eager"][[*frame.WORKLOAD, "host", "ms"]]
     graphs = archive[archive["variant"].str.startswith("graph")]
     hosts = graphs.merge(eager.rename(columns={"ms": "base_ms"}), on=[*frame.WORKLOAD, "host"])
-    hosts = hosts.assign(row=-1, archived=True, standing=UNKNOWN, gain=hosts["base_ms"] / hosts["ms"])
+    hosts = hosts.assign(row=-1, standing=UNKNOWN, **frame.ARCHIVED, gain=hosts["base_ms"] / hosts["ms"])
     return hosts.sort_values("variant", kind="stable")
 
 

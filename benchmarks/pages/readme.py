@@ -39,6 +39,7 @@ from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import counted, gib, span
+from graph_worth.harness.standing import ASIDE
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
@@ -236,7 +237,7 @@ def _decide(results, page, argument):
             for line, gain, ceiling in gains
             if least <= ceiling < below
         ]
-        lines.append([ceilings, advice, "<br>".join(texts) or "not measured yet"])
+        lines.append([ceilings, advice, "<br>".join(texts) or "not measured on a quiet host"])
     return tables.markdown(["Step / busy", "What to do", "Gains of graphs in runs here"], lines)
 
 
@@ -300,10 +301,14 @@ def _nvidia(results, page, argument):
         if not same:
             continue
         row = min(same, key=rank)
-        text = tables.gain_and_hosts(row) or row.status
-        differs = f"{row.ranks} {in_markdown(headlines.short(row.gpu))}: {publication.presets[stem(row.preset)]}"
+        text = tables.gain_and_hosts(row, headlines.short(row.gpu)) or row.status
+        # The same on other GPUs, where it counts.
+        where = (stem(row.preset), row.ranks, row.build, row.label, row.base)
+        alike = [other for other in same if (stem(other.preset), other.ranks, other.build, other.label, other.base) == where]
+        texts = [tables.gain_and_hosts(other, headlines.short(other.gpu)) for other in alike if other.gpu != row.gpu and other.standing != ASIDE]
+        differs = f"{counted(row.ranks, 'GPU')}: {publication.presets[stem(row.preset)]}"
         published_gain = f"[{publication.gain_range}]({publication.source})"
-        ours = f"{tables.linked(text, row, page)}, `{row.variant}`"
+        ours = "<br>".join([f"{tables.linked(text, row, page)}, `{row.variant}`", *filter(None, texts)])
         lines.append([publication.title, published_gain, ours, differs])
     names = ["Workload", "NVIDIA's gain", "Ours, the same part captured", "What differs"]
     return tables.markdown(names, lines) if lines else NOTHING

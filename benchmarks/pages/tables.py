@@ -63,7 +63,7 @@ _BEFORE = {BESIDE: "beside other work ", ASIDE: "no headline: "}
 def with_beside(text: str, row: Row, form: str = ".3f") -> str:
     """A row's gain, and behind it the gains beside other work."""
     text = f"{_BEFORE.get(row.standing, '')}{text}" if row.gain is not None else text
-    return "; ".join(filter(None, [text, cells.beside(row.beside_low, row.beside_high, row.gain_high, form)]))
+    return "; ".join(filter(None, [text, cells.beside(row.beside_low, row.beside_high, (row.gain_low, row.gain_high), form)]))
 
 
 def gain_range(row: Row) -> str:
@@ -131,7 +131,7 @@ def screen(results: Results, rows: DataFrame, wide: bool = False) -> str:
         table = [columns, *([CELLS[name](row) for name in columns] for row in shown)]
         note_index = columns.index("note")
         for row, line in zip(shown, table[1:], strict=True):
-            apart = cells.beside(row.beside_low, row.beside_high, row.gain_high)
+            apart = cells.beside(row.beside_low, row.beside_high, (row.gain_low, row.gain_high))
             line[note_index] = "; ".join(filter(None, [apart, line[note_index]]))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines.append(_line(table[0], columns, widths))

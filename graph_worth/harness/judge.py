@@ -120,8 +120,7 @@ class Judged:
         for known, profile in profiles.items():
             if not profile.kernels and (run.whole or profile.steps):
                 return Found(Fault.NO_KERNELS, f"the profile of {known} has no kernels, so nothing bounds its gain")
-        kernels = [profile.kernels or 0.0 for profile in profiles.values()]
-        if max(kernels) > (1 + SAME_PROGRAM) * min(kernels):
+        if not self._is_same_program(name):
             return None
         working_ms = self._measured_working_ms(program)
         for ratio in filter(None, (self.ratio_of(name), self.ratio_of(name, busy=True))):
@@ -130,6 +129,11 @@ class Judged:
                 reason = f"it gains {ratio.ratio:.2f}x with the kernels of {program}, which allow {most:.2f}x at most"
                 return Found(Fault.ABOVE_CEILING, reason)
         return None
+
+    def _is_same_program(self, name: str) -> bool:
+        """Whether a graph has about as many kernels as the program that it captures: only then a ceiling bounds it."""
+        kernels = [self.build.variants[known].profile.kernels or 0.0 for known in (name, self.uncaptured(name)) if known]
+        return max(kernels) <= (1 + SAME_PROGRAM) * min(kernels)
 
     def _base(self) -> str:
         """`eager`, unless another passing eager is faster with an interval that excludes 1."""
@@ -172,6 +176,8 @@ class Judged:
             missing.append("no control")
         if self.run.device == "cuda" and variant.kind == "graph" and self.ceiling_of(name) == Noted():
             missing.append("no ceiling")
+        elif self.run.device == "cuda" and variant.kind != "eager" and self.base and not self._is_same_program(name):
+            missing.append(f"no bound on its gain, for its kernels are not those of {self.uncaptured(name)}")
         return ", ".join(missing)
 
     def passed(self, name: str) -> bool:

@@ -67,8 +67,8 @@ def standing_of(judged: Judged, correction: Correction | None = None) -> Standin
         return Standing(ASIDE, tuple(aside))
     unknown = [] if is_known else ["the file does not tell of other work on the host"]
     if is_known and judged.alone_ratio is None:
-        unknown.append(f"{judged.base or 'eager'} alone in a process has too few steps")
-    if is_known and pace is None:
+        unknown.append(f"{judged.base} alone in a process has too few steps" if judged.base else "no eager passed")
+    if is_known and pace is None and judged.base:
         unknown.append("too few cycles to see the host's pace")
     return Standing(UNKNOWN, tuple(unknown)) if unknown else Standing(QUIET)
 

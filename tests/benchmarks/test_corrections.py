@@ -7,7 +7,9 @@ from graph_worth.folders import ROOT
 from tests.helpers.made_run import put
 
 # The boots that corrections named in headlines when the rule was written.
-BOOTS = ["58c7d6", "871fa6", "a6d3b1", "da8284", "e8ac02", "4d9d7c", "73a094", "34f08c", "fba8db", "c50aef"]
+BOOTS = ["58c7d6", "871fa6", "a6d3b1", "da8284", "e8ac02", "4d9d7c", "fba8db", "c50aef"]
+# On these hosts only some runs are wrong.
+RUNS = ["20261125T033521Z-34f08c0e", "20261127T101138Z-73a094ea", "20261127T101346Z-73a09455"]
 CELLS = 'file = "f"\nsays = "s"\ncorrect = "c"\n'
 
 
@@ -35,8 +37,9 @@ def test_the_page_is_made_of_the_file():
 
 
 def test_no_run_that_is_named_is_in_a_headline(published):
-    points = published.points[published.points["host"].str[:6].isin(BOOTS)]
-    assert {*points["host"].str[:6]} == {*BOOTS} and not points["standing"].isin(["quiet", "unknown"]).any()
+    points = published.points[published.points["host"].str[:6].isin(BOOTS) | published.points["run"].isin(RUNS)]
+    assert {*points["host"].str[:6]} == {*BOOTS, "34f08c", "73a094"}
+    assert not points["standing"].isin(["quiet", "unknown"]).any()
     assert published.faults == []
 
 

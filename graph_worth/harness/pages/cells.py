@@ -50,13 +50,17 @@ def span(low: float | None, high: float | None, form: str = "", unit: str = "") 
     return f"{' to '.join(dict.fromkeys(ends))}{unit}" if all(ends) else ""
 
 
-def beside(low: float | None, high: float | None, quiet_high: float | None, form: str = ".3f") -> str:
-    """Return the range beside other work, as it follows that of quiet hosts; its end alone where that is the news."""
+def beside(
+    low: float | None, high: float | None, quiet: tuple[float | None, float | None], form: str = ".3f"
+) -> str:
+    """Return the range beside other work, as it follows the range `quiet`; its upper end alone where that is the news."""
     if low is None or high is None or is_missing(low):
         return ""
-    end = cell(high, form, "x")
-    is_higher = quiet_high is not None and high > quiet_high and end != cell(quiet_high, form, "x")
-    return f"beside other work to {end}" if is_higher else f"beside other work {span(low, high, form, 'x')}"
+    end, (quiet_low, quiet_high) = cell(high, form, "x"), quiet
+    is_news = quiet_high is not None and high > quiet_high and end != cell(quiet_high, form, "x")
+    if is_news and quiet_low is not None and low >= quiet_low:
+        return f"beside other work to {end}"
+    return f"beside other work {span(low, high, form, 'x')}"
 
 
 def with_span(value: float | None, low: float | None, high: float | None) -> str:
