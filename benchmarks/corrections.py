@@ -88,10 +88,11 @@ class Corrections:
         runs = list(runs)
         named = {name for entry in self.published for run in runs for name in entry.names(run)}
         missing = [name for entry in self.published for name in (*entry.runs, *entry.boots) if name not in named]
-        lines = [f"{shown(self.path)}: {name} names no run" for name in dict.fromkeys(missing)]
+        path = shown(self.path)
+        lines = [f"{path}: {name} names no run" for name in dict.fromkeys(missing)]
         for run in runs:
             kinds = [reason.kind for reason in self._reasons(run)]
-            lines += [f"{shown(self.path)}: {run.id} is {' and '.join(kinds)}; the first counts"] if len(kinds) > 1 else []
+            lines += [f"{path}: {run.id} is {' and '.join(kinds)}; the first counts"] if len(kinds) > 1 else []
         return [*self.unread, *map(printable, lines)]
 
 

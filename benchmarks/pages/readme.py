@@ -303,15 +303,19 @@ def _nvidia(results, page, argument):
         row = min(same, key=rank)
         text = tables.gain_and_hosts(row, headlines.short(row.gpu)) or row.status
         # The same on other GPUs, where it counts.
-        where = (stem(row.preset), row.ranks, row.build, row.label, row.base)
-        alike = [other for other in same if (stem(other.preset), other.ranks, other.build, other.label, other.base) == where]
-        texts = [tables.gain_and_hosts(other, headlines.short(other.gpu)) for other in alike if other.gpu != row.gpu and other.standing != ASIDE]
+        where = _without_gpu(row)
+        alike = [other for other in same if _without_gpu(other) == where and other.gpu != row.gpu]
+        texts = [tables.gain_and_hosts(other, headlines.short(other.gpu)) for other in alike if other.standing != ASIDE]
         differs = f"{counted(row.ranks, 'GPU')}: {publication.presets[stem(row.preset)]}"
         published_gain = f"[{publication.gain_range}]({publication.source})"
         ours = "<br>".join([f"{tables.linked(text, row, page)}, `{row.variant}`", *filter(None, texts)])
         lines.append([publication.title, published_gain, ours, differs])
     names = ["Workload", "NVIDIA's gain", "Ours, the same part captured", "What differs"]
     return tables.markdown(names, lines) if lines else NOTHING
+
+
+def _without_gpu(row: Row) -> tuple:
+    return stem(row.preset), row.ranks, row.build, row.label, row.base
 
 
 def _ceiling(points: DataFrame) -> str:

@@ -63,7 +63,8 @@ _BEFORE = {BESIDE: "beside other work ", ASIDE: "no headline: "}
 def with_beside(text: str, row: Row, form: str = ".3f") -> str:
     """A row's gain, and behind it the gains beside other work."""
     text = f"{_BEFORE.get(row.standing, '')}{text}" if row.gain is not None else text
-    return "; ".join(filter(None, [text, cells.beside(row.beside_low, row.beside_high, (row.gain_low, row.gain_high), form)]))
+    apart = cells.beside(row.beside_low, row.beside_high, (row.gain_low, row.gain_high), form)
+    return "; ".join(filter(None, [text, apart]))
 
 
 def gain_range(row: Row) -> str:

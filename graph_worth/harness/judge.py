@@ -132,7 +132,8 @@ class Judged:
 
     def _is_same_program(self, name: str) -> bool:
         """Whether a graph has about as many kernels as the program that it captures: only then a ceiling bounds it."""
-        kernels = [self.build.variants[known].profile.kernels or 0.0 for known in (name, self.uncaptured(name)) if known]
+        programs = [self.build.variants[known] for known in (name, self.uncaptured(name)) if known]
+        kernels = [variant.profile.kernels or 0.0 for variant in programs]
         return max(kernels) <= (1 + SAME_PROGRAM) * min(kernels)
 
     def _base(self) -> str:

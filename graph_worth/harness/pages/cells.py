@@ -50,10 +50,8 @@ def span(low: float | None, high: float | None, form: str = "", unit: str = "") 
     return f"{' to '.join(dict.fromkeys(ends))}{unit}" if all(ends) else ""
 
 
-def beside(
-    low: float | None, high: float | None, quiet: tuple[float | None, float | None], form: str = ".3f"
-) -> str:
-    """Return the range beside other work, as it follows the range `quiet`; its upper end alone where that is the news."""
+def beside(low: float | None, high: float | None, quiet: tuple[float | None, float | None], form: str = ".3f") -> str:
+    """Return the range beside other work, behind the range `quiet`: its upper end alone where that is the news."""
     if low is None or high is None or is_missing(low):
         return ""
     end, (quiet_low, quiet_high) = cell(high, form, "x"), quiet
