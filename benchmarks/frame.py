@@ -202,7 +202,7 @@ COLUMNS = {
     "alone_bytes": Column(COUNT, "memory alone in a process", lambda at: at.judged.alone_bytes(at.name)),
     "added_bytes": Column(COUNT, "that less the base's", lambda at: at.judged.added_bytes(at.name)),
     "steps_bytes": Column(COUNT, "without captures", lambda at: at.judged.added_bytes_in_steps(at.name)),
-    "standing": Column(TEXT, "quiet, unknown, beside other work, aside (in no range)", lambda at: at.standing.kind),
+    "standing": Column(TEXT, "quiet, unknown, beside (other work), aside (in no range)", lambda at: at.standing.kind),
     "standing_reason": Column(TEXT, "why it is not quiet", lambda at: at.standing.text),
     "mixed": Column(FLAG, "reduce_overhead ran in its process, which slows other graphs", lambda at: at.is_mixed),
     "light": Column(FLAG, "few cycles, or a census", lambda at: at.ratio and is_light(at.judged, at.ratio.cycles)),

@@ -30,7 +30,7 @@ def checkout(tmp_path_factory):
     (folder / "my_model").mkdir()
     (folder / "my_model" / "train.py").write_text(text.replace("examples.minimal", "my_model"))
     (folder / "my_model" / "README.md").write_text(README)
-    command = [sys.executable, "-m", "benchmarks.run", "--model=my_model/", "--preset=tiny", "--cycles=2"]
+    command = [sys.executable, "-m", "benchmarks.run", "--model=my_model/", "--preset=tiny", "--cycles=8"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

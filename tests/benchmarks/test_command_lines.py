@@ -111,7 +111,7 @@ def checked_measure(argv):
 
 def checked_doctor(argv):
     """All of the doctor but the diagnosis."""
-    with mock.patch.object(doctor, "diagnose", lambda text, device: step_file.split(text) and doctor.Diagnosis()):
+    with mock.patch.object(doctor, "diagnose", lambda text, *_: step_file.split(text) and doctor.Diagnosis()):
         return doctor.main(argv)
 
 
