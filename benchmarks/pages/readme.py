@@ -304,8 +304,8 @@ def _nvidia(results, page, argument):
         text = tables.gain_and_hosts(row, headlines.short(row.gpu)) or row.status
         # The same on other GPUs, where it counts.
         where = _without_gpu(row)
-        alike = [other for other in same if _without_gpu(other) == where and other.gpu != row.gpu]
-        texts = [tables.gain_and_hosts(other, headlines.short(other.gpu)) for other in alike if other.standing != ASIDE]
+        alike = [again for again in same if _without_gpu(again) == where and again.gpu != row.gpu]
+        texts = [tables.gain_and_hosts(again, headlines.short(again.gpu)) for again in alike if again.standing != ASIDE]
         differs = f"{counted(row.ranks, 'GPU')}: {publication.presets[stem(row.preset)]}"
         published_gain = f"[{publication.gain_range}]({publication.source})"
         ours = "<br>".join([f"{tables.linked(text, row, page)}, `{row.variant}`", *filter(None, texts)])
