@@ -207,6 +207,7 @@ COLUMNS = {
     "mixed": Column(FLAG, "reduce_overhead ran in its process, which slows other graphs", lambda at: at.is_mixed),
     "light": Column(FLAG, "few cycles, or a census", lambda at: at.ratio and is_light(at.judged, at.ratio.cycles)),
     "alone_ratio": Column(NUMBER, "base's step / its step alone in a process", lambda at: at.judged.alone_ratio),
+    "unchecked": Column(TEXT, "what no check looked at, as no audits", lambda at: at.judged.unchecked(at.name)),
     "control_ratio": Column(NUMBER, "ratio of the run's control", lambda at: at.control and at.control.ratio),
     "control_half_width": Column(NUMBER, "half its interval", lambda at: at.control and at.control.half_width),
     "base_fastest_ms": Column(NUMBER, "of the base's fastest block", lambda at: min(at.base_times, default=None)),
@@ -576,6 +577,8 @@ def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
     sums = with_ratio.groupby("row").agg(
         cycles=("cycles", "sum"),
         most_cycles=("cycles", "max"),
+        unchecked=("unchecked", "max"),
+        unchecked_runs=("unchecked", lambda texts: (texts != "").sum()),
         runs=("run", "size"),
         is_apart=("apart", "any"),
         **{name: (name, "first") for name in OF_ONE_RUN},
@@ -655,6 +658,8 @@ def _note(row) -> str:
         beside = row.standing_reason if row.runs == 1 else "beside other work"
         reason = {BESIDE: beside, ASIDE: row.aside}.get(row.standing, "")
         texts.append(no_headline(reason, None if row.is_opened else row.most_cycles))
+        some = f"in {row.unchecked_runs} of {row.runs} runs " if row.unchecked_runs < row.runs else ""
+        texts.append(f"{some}{row.unchecked}" if row.unchecked else "")
         not_counted = f"not counted: {span(row.aside_low, row.aside_high, '.3f', 'x')} ({row.aside})"
         texts += [not_counted] if row.aside and row.standing != ASIDE else []
         added, steps = row.added_bytes or 0, row.steps_bytes

@@ -62,7 +62,7 @@ def test_over_hosts_times_are_medians_with_ranges_and_the_gain_a_geometric_mean(
     assert (row.gain_low, row.gain_high) == pytest.approx((10 / 8, 30 / 8.2))
     assert row.gain == pytest.approx((10 / 8 * 12 / 8.1 * 30 / 8.2) ** (1 / 3))
     # An interval is of one run on one host.
-    assert row.interval_low is None and row.interval_high is None and row.note == ""
+    assert row.interval_low is None and row.interval_high is None and row.note == "no audits, no control, no ceiling"
 
 
 def test_a_host_with_many_runs_counts_once(tmp_path):

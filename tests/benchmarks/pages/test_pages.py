@@ -203,7 +203,8 @@ def test_a_run_that_does_not_count_stands_beside_the_headline_or_in_a_note(tmp_p
     answer = table("answers", tmp_path)
     assert f"GPT-3 175B 1.25x (one unknown host{more})" in answer
     more = "; beside other work to 2.857x" if standing == "beside" else ""
-    note = "" if standing == "beside" else "not counted: 2.857x (eager in blocks takes 2.00 times as long as alone)"
+    note = "no audits, no control, no ceiling"
+    note += "" if standing == "beside" else "; not counted: 2.857x (eager in blocks takes 2.00 times as long as alone)"
     assert f"| 1.250x (1.250 to 1.250){more} |  | one unknown host | {note} |" in row
 
 
@@ -222,7 +223,7 @@ def test_a_row_of_runs_beside_other_work_says_so_and_is_no_headline(tmp_path):
     assert table("front", tmp_path) == readme.NOTHING
     row = table("model", tmp_path, "gpt3").splitlines()[-1]
     assert "| beside other work 1.250x (1.250 to 1.250) |" in row
-    assert row.endswith("| one host | no headline: beside 1 benchmark on other GPUs |")
+    assert "| one host | no headline: beside 1 benchmark on other GPUs; no audits, no control, no ceiling |" in row
 
 
 def test_gpus_whose_hosts_gain_alike_are_one_range(tmp_path):
@@ -236,7 +237,7 @@ def test_gpus_whose_hosts_gain_alike_are_one_range(tmp_path):
 def test_few_cycles_are_no_headline_and_add_a_host_to_what_a_full_run_opened(tmp_path):
     put(tmp_path, 0, cycles=3, ms=MS)
     assert table("front", tmp_path) == readme.NOTHING
-    assert "no headline by itself: 3 cycles, no full run |" in table("model", tmp_path, "gpt3")
+    assert "no headline by itself: 3 cycles, no full run; no audits" in table("model", tmp_path, "gpt3")
     put(tmp_path, 1, ms={"eager": 9.6, "graph_layer": 8.0}, boot="c")
     assert "| 1.20 to 1.25x |  | 2 unknown H200 |" in table("front", tmp_path)
     assert "cycles" not in table("model", tmp_path, "gpt3")
