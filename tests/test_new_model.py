@@ -41,6 +41,9 @@ def found(checkout):
     """Its run, with a GPU's name written into it, since pages show no runs on CPUs."""
     (path,) = (checkout / "runs").rglob("*.json")
     run = run_file.read(path)
+    for cycle in run.builds[""].cycles:
+        # As of an older file, whose host's pace nobody asks for: this host may be busy.
+        cycle.others = None
     host = replace(run.host, gpus=[Gpu(**gpu) for gpu in H200])
     on_gpu = replace(run, preset="bench", host=host)
     write(on_gpu, checkout / "results" / "h200x1" / "my_model-bench")
