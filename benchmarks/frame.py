@@ -109,6 +109,11 @@ class _Point:
         return self.judged.working(self.judged.uncaptured(self.name)).value
 
     @property
+    def host_us(self) -> float | None:
+        issue_ms, kernels = self.judged.issue_ms(*self.base_blocks), _kernels(self.judged)
+        return 1e3 * issue_ms / kernels if issue_ms and kernels else None
+
+    @property
     def is_mixed(self) -> bool:
         return REDUCE_OVERHEAD in self.judged.build.variants and self.name not in (REDUCE_OVERHEAD, self.judged.base)
 
@@ -193,6 +198,8 @@ COLUMNS = {
     "reached": Column(NUMBER, "ratio / ceiling", lambda at: at.judged.reached(*at.blocks)),
     "kernels": Column(NUMBER, "kernels in a step", lambda at: at.variant.profile.kernels),
     "base_kernels": Column(NUMBER, "of the base", lambda at: _kernels(at.judged)),
+    "kernel_us": Column(NUMBER, "mean time of these", lambda at: _kernel_us(at.judged)),
+    "host_us": Column(NUMBER, "the host's time to issue one of these", lambda at: at.host_us),
     "graph_share": Column(NUMBER, "share of kernels in graphs", lambda at: at.variant.profile.graph_share),
     "tflops": Column(NUMBER, "useful TFLOP/s of a rank", lambda at: at.judged.tflops(*at.blocks)),
     "joules": Column(NUMBER, "energy of a step", lambda at: at.judged.joules(*at.blocks)),
@@ -214,7 +221,6 @@ COLUMNS = {
     "base_slowest_ms": Column(NUMBER, "of its slowest block", lambda at: max(at.base_times, default=None)),
     "first_base": Column(TEXT, "base of the run's first build", lambda at: at.first.base),
     "first_ms": Column(NUMBER, "its mean step", lambda at: at.first.ms(at.first.base)),
-    "first_kernel_us": Column(NUMBER, "mean time of its kernels", lambda at: _kernel_us(at.first)),
     "flops_notes": Column(TEXT, "beside its rate", lambda at: "; ".join(at.judged.build.flops_notes)),
     "committed": Column(FLAG, "source was committed, or run is published", lambda at: at.is_committed),
 }

@@ -20,11 +20,11 @@ from graph_worth.harness.pages.cells import counted
 
 def draw(results: frame.Results, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Write the figures as SVG; return the title of each that was drawn, and the reason of each that was not."""
-    from benchmarks.figures import front, style
+    from benchmarks.figures import roofline, style
 
     drawn, left_out = {}, {}
     with style.applied():
-        for name, make in front.FIGURES.items():
+        for name, make in roofline.FIGURES.items():
             try:
                 page = make(results)
             except style.NotDrawn as reason:

@@ -1,1 +1,1 @@
-"""Figures of runs: their style, and those of the front page."""
+"""Figures of runs: their style, the launch roofline, and the steps of several ranks."""

@@ -25,7 +25,7 @@ from graph_worth.harness.files.facts import stem
 from graph_worth.harness.files.workload import Workload
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages import cells
-from graph_worth.harness.pages.cells import is_missing, span
+from graph_worth.harness.pages.cells import span
 from graph_worth.harness.standing import BESIDE, COUNTED, UNKNOWN
 
 # Names of the example steps, as their projects write them.
@@ -81,7 +81,6 @@ class OnGpu:
         ceilings: step / busy of the runs that count.
         reserved_bytes: peak of torch's reserved memory with the graph, the only variant of its process.
         has_run: False where only the archive has it.
-        kernel_us: mean time of a kernel of the eager step in the newest run; None without a profile.
     """
 
     gpu: str
@@ -90,7 +89,6 @@ class OnGpu:
     ceilings: tuple[float, ...]
     reserved_bytes: int | None
     has_run: bool
-    kernel_us: float | None
 
     @property
     def ms(self) -> float:
@@ -235,6 +233,11 @@ def name_of(where: Workload) -> str:
     return _names(key)[0] if key else where.name
 
 
+def title_of(model: str, preset: str, label: str) -> str:
+    """Return the name of a workload's model, as GPT-3 175B; of a user's step its own, whatever file it was of."""
+    return _names((model, stem(preset), label.partition(frame.EARLIER)[0]))[0]
+
+
 def short(gpu: str) -> str:
     """Return H100 for NVIDIA H100 80GB HBM3."""
     return gpu.removeprefix("NVIDIA ").partition(" ")[0]
@@ -330,7 +333,6 @@ def _on_gpu(gpu: str, hosts: DataFrame, beside: DataFrame, kept: DataFrame, grap
     # Other work changes no memory.
     measured = every["alone_bytes"][every["row"].isin([*kept["row"], *beside["row"]])]
     sizes = [size for table in (measured, kept["reserved_bytes"]) for size in table.dropna() if size]
-    kernel_us = [None if is_missing(us) else us for us in used["first_kernel_us"]]
     return OnGpu(
         gpu,
         _means(hosts),
@@ -338,7 +340,6 @@ def _on_gpu(gpu: str, hosts: DataFrame, beside: DataFrame, kept: DataFrame, grap
         tuple(used["ceiling"].dropna()),
         max(sizes, default=None),
         len(used) > 0,
-        kernel_us[0] if kernel_us else None,
     )
 
 

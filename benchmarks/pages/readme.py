@@ -10,6 +10,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
     <!-- table: scopes -->      Megatron's scopes beside the variants here; "scopes llama31": all of one model
     <!-- table: memory -->      parameterized launches beside eager and other graphs: ms, and memory alone in a process
+    <!-- table: roofline -->    how far graphs lie from the launch roofline
     <!-- table: lengths -->     RNN-T with changing lengths, host by host
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
     <!-- end -->
@@ -28,7 +29,7 @@ from pandas import DataFrame
 
 from benchmarks import frame
 from benchmarks.frame import Results, Row
-from benchmarks.pages import headlines, memory_table, operator_page, published, scopes, tables
+from benchmarks.pages import headlines, memory_table, operator_page, published, roofline, scopes, tables
 from benchmarks.pages.headlines import Gain, Headline
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.tables import TWO
@@ -121,19 +122,7 @@ def _answers(results, page, argument):
     if not lines:
         return NOTHING
     by_band = headlines.bands(lines)
-    texts = [f"- **{BANDS[band]}** {_gains_of(by_band[band], band)}." for band in BANDS if by_band[band]]
-    points = frame.timed(headlines.points(results))
-    points = points[(points["base_issue_ms"] > 0) & (points["base_kernels"] > 0)]
-    issue_us = 1e3 * points["base_issue_ms"] / points["base_kernels"]
-    # Of the newest run on the GPU with most hosts.
-    newest = [(next((gpu.kernel_us for gpu in line.gpus if gpu.has_run), None), line) for line in lines]
-    shown = sorted((us, in_markdown(line.name)) for us, line in newest if us)
-    if len(issue_us) and shown:
-        shortest, longest = issue_us.min(), issue_us.max()
-        ends = ", ".join(f"{name} {us:.0f}" for us, name in [*shown[:4], *shown[4:][-1:]])
-        text = f"- **Many small kernels?** Hosts took {shortest:.0f} to {longest:.0f} us to issue one: capture "
-        texts.append(f"{text}where yours are shorter in the mean, whatever their number. In us: {ends}.")
-    return "\n".join(texts)
+    return "\n".join(f"- **{BANDS[band]}** {_gains_of(by_band[band], band)}." for band in BANDS if by_band[band])
 
 
 def _gains_of(pairs: list[tuple[Headline, Gain]], band: str) -> str:
@@ -369,6 +358,7 @@ _TABLES: dict[str, Callable[[Results, Path, str], str]] = {
     "scopes": scopes.markdown,
     "operators": operator_page.markdown,
     "memory": memory_table.markdown,
+    "roofline": roofline.markdown,
     "lengths": _lengths,
     "nvidia": _nvidia,
 }

@@ -93,7 +93,7 @@ def test_a_run_of_others_is_text_on_every_page(tmp_path, capsys):
     plain = replace(run, id=f"{run.id[:-1]}0", label="", builds={"": replace(run.builds[""], fields={})})
     write(plain, tmp_path / "plain" / FOLDER)
     assert plot.draw(frame.load(tmp_path / "plain"), tmp_path)[0]
-    drawn = [(tmp_path / "gain.svg").read_text()]
+    drawn = [(tmp_path / "roofline.svg").read_text()]
     assert all(line.isprintable() for text in (pages, html, *drawn) for line in text.splitlines())
     assert all(tag not in text for text in (html, *drawn) for tag in ("<script>|", "<b>", "<i>"))
     assert "javascript:" in html and not re.search("href=[^>]*javascript", html)

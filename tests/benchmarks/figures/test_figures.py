@@ -8,8 +8,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks import frame, plot
-from benchmarks.figures import front, style
+from benchmarks.figures import roofline, style
 from benchmarks.pages import headlines
+from benchmarks.pages.roofline import markdown, points
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
@@ -40,10 +41,10 @@ def published():
     return frame.load(ROOT / "results")
 
 
-def page_of(root, name="gain"):
+def page_of(root, name="roofline"):
     found = published() if root == ROOT / "results" else frame.load(root)
     with style.applied():
-        return front.FIGURES[name](found)
+        return roofline.FIGURES[name](found)
 
 
 def marks(page, gid):
@@ -60,62 +61,81 @@ def several(tmp_path):
     return tmp_path
 
 
-def test_the_right_side_has_each_graph_of_a_quiet_cycle_beside_its_ceiling(several):
-    page = page_of(several)
-    drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in marks(page, "point")]
+def test_a_mark_stands_at_the_mean_kernel_of_eager_and_the_gain_of_its_graph(several):
+    drawn = [(line.get_xdata()[0], line.get_ydata()[0]) for line in marks(page_of(several), "point")]
     wanted = []
     for _, run in run_file.find(several)[0]:
-        own = judged(run)[""]
-        ratio = own.ratio_of("graph_layer")
-        wanted.append((ratio.base_ms / own.busy_ms("eager"), ratio.ratio))
-    assert sorted(drawn) == [pytest.approx(each) for each in sorted(wanted)] and len(drawn) == 4
-    (ceiling,) = marks(page, "ceiling")
-    assert list(ceiling.get_xdata()) == list(ceiling.get_ydata())
+        build = judged(run)[""]
+        profile = build.build.variants["eager"].profile
+        wanted.append((1e3 * profile.busy_ms / profile.kernels, build.ratio_of("graph_layer").ratio))
+    assert sorted(drawn) == [pytest.approx(point) for point in sorted(wanted)] and len(drawn) == 4
 
 
-def test_the_left_side_has_a_mark_of_eager_and_graph_for_each_host(several):
+def test_a_line_is_the_roof_of_a_host(several):
     page = page_of(several)
-    lines = headlines.of(frame.load(several))
-    own = [(host, each.ms) for line in lines for each in line.gpus for host in each.hosts]
-    for kind, name in (("eager", "base_ms"), ("graph", "ms")):
-        wanted = sorted(getattr(host, name) / middle for host, middle in own)
-        assert sorted(line.get_xdata()[0] for line in marks(page, f"{kind}-host")) == pytest.approx(wanted)
-    assert len(own) == 4 and {"GPT-3 175B", "RNN-T, one length", "my_model"} <= set(words(page))
-    # 19.47 and 30.00 ms eager, 10.50 and 10.60 with the graph.
-    assert page.title == (
-        "Between hosts with the same GPU a graph's step differs by up to 1.0 %, an eager step by up to 54 %: a graph "
-        "gains what the host makes the GPU wait"
-    )
+    lines = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in marks(page, "host")]
+    assert len(lines) == len(roofline.HOSTS)
+    for host_us, line in zip(roofline.HOSTS, lines, strict=True):
+        assert all(gain == pytest.approx(max(1.0, host_us / us)) for us, gain in line) and (host_us, 1.0) in line
+    assert {f"{host_us} us" for host_us in roofline.HOSTS} <= set(words(page))
 
 
-def test_without_a_second_host_the_title_says_one_gain(tmp_path):
-    put(tmp_path, 0, ms={"eager": 20.0, "graph_layer": 10.0})
-    title = page_of(tmp_path).title
-    assert title == "GPT-3 175B: a graph gains 100 %, the time for which the host made the GPU wait"
+def test_marks_tell_hosts_gpus_and_ranks_apart():
+    page, drawn = page_of(ROOT / "results"), points(published())
+    lines = marks(page, "point")
+    filled = sum(line.get_markerfacecolor() != "#ffffff" for line in lines)
+    assert len(lines) == len(drawn) and 0 < filled == drawn["counts"].sum() < len(drawn)
+    assert sum(line.get_markersize() == roofline.SEVERAL for line in lines) == (drawn["ranks"] > 1).sum() > 0
+    wanted = sorted(drawn["gpu"].map(headlines.short).value_counts())
+    assert sorted(sum(line.get_marker() == mark for line in lines) for mark in style.MARKS[:2]) == wanted
+    assert set(GPUS) <= set(words(page)) and {"GPT-3 175B", "Muon", "nanoGPT"} <= set(words(page))
 
 
-def test_gpus_have_marks_of_their_own_and_the_archive_hollow_ones():
-    page, lines = page_of(ROOT / "results"), headlines.of(published())
-    drawn = marks(page, "graph-host")
-    hollow = sum(line.get_markerfacecolor() == "#ffffff" for line in drawn)
-    hosts = [host for line in lines for host in line.hosts]
-    assert hollow == sum(host.archived for host in hosts) > 0 and len(drawn) == len(hosts)
-    own = {gpu: sum(len(each.hosts) for line in lines for each in line.gpus if each.gpu == gpu) for gpu in GPUS}
-    counts = [sum(line.get_marker() == mark for line in drawn) for mark in style.MARKS[: len(GPUS)]]
-    assert sorted(counts) == sorted(own.values()) and set(GPUS) <= set(words(page))
+def test_workloads_beyond_the_colours_share_one(tmp_path):
+    for number in range(len(roofline.COLOURS) + 1):
+        put(tmp_path, number, model=OWN_STEP, label=f"{'abcdefghijkl'[number]}-build", boot=f"{number}")
+    page = page_of(tmp_path)
+    colours = [line.get_color() for line in marks(page, "point")]
+    assert set(colours) == set(roofline.COLOURS) and colours.count(roofline.COLOURS[-1]) == 2
+    assert "others" in words(page) and "k" not in words(page)
+
+
+def test_a_graph_of_another_program_is_not_drawn(tmp_path):
+    """Compiled, its kernels are not those whose mean time stands on the axis."""
+    put(tmp_path, 0, change=lambda run: setattr(run.builds[""].variants["graph_layer"].profile, "kernels", 7))
+    put(tmp_path, 1, model="rnnt")
+    assert [*points(frame.load(tmp_path))["model"]] == ["rnnt"]
+
+
+def test_the_table_has_the_errors_of_the_roofline_by_the_source_of_the_hosts_time(tmp_path):
+    """Eager issues 18 of 20 ms, the GPU works 10: predicted 1.80x in its own blocks, 1.60x by the other's 16 ms."""
+    put(tmp_path, 0, ms={"eager": 20.0, "graph_layer": 10.0}, issue=(18.0, 10.0))
+    put(tmp_path, 1, model="rnnt", ms={"eager": 16.0, "graph_layer": 10.0}, issue=(16.0, 10.0))
+    drawn = points(frame.load(tmp_path)).set_index("model")
+    assert drawn["predicted"].to_dict() == pytest.approx({"gpt3": 1.8, "rnnt": 1.6})
+    lines = markdown(frame.load(tmp_path), tmp_path).splitlines()
+    cells = {tuple(line.split(" | ")[:2]): line.strip(" |").split(" | ")[2:] for line in lines[2:]}
+    blocks, others = (cells[f"| {source}", "one GPU, all runs"] for source in roofline_sources())
+    # 2.00 / 1.80 and 1.60 / 1.60; 2.00 / 1.60 and 1.60 / 1.80.
+    assert blocks == ["2", "5.6 %", "50 %", "100 %", "11 %"]
+    assert others == ["2", "18.1 %", "0 %", "50 %", "25 %"]
+
+
+def roofline_sources():
+    return "eager in the same blocks", "other workloads of the host, within an hour"
 
 
 def test_letters_can_be_read_at_the_width_of_a_telephone():
     """At 380 px no letters but the footer's are smaller than 8 px."""
     page = page_of(ROOT / "results")
     px = 380 / (96 * page.WIDTH)
-    main = [text for text in texts(page) if "runs on" not in text.get_text()]
+    main = [text for text in texts(page) if "graphs in" not in text.get_text()]
     assert min(text.get_fontsize() * 96 / 72 * px for text in main) > 8 and page.WIDTH * 96 < 600
 
 
 @pytest.mark.parametrize("root", ["made", "published"])
 def test_texts_are_whole_and_apart_and_read_on_light_and_dark_pages(root, several, tmp_path):
-    for name in front.FIGURES if root == "published" else ["gain"]:
+    for name in roofline.FIGURES if root == "published" else ["roofline"]:
         page = page_of(several if root == "made" else ROOT / "results", name)
         assert_inside_and_apart(page, name)
         with style.applied():
@@ -127,7 +147,7 @@ def test_equal_runs_give_equal_bytes(several, tmp_path):
         assert plot.main([str(several), "--out", str(tmp_path / out)]) == 0
     one, other = ({path.name: path.read_bytes() for path in (tmp_path / out).iterdir()} for out in "ab")
     assert one == other
-    assert set(one) == {"gain.svg"}
+    assert set(one) == {"roofline.svg"}
 
 
 @pytest.mark.slow
@@ -165,7 +185,7 @@ def test_colours_are_those_of_the_page_of_a_run():
 
 
 def test_the_grid_lies_below_the_marks():
-    for name in front.FIGURES:
+    for name in roofline.FIGURES:
         for axes in page_of(ROOT / "results", name).figure.axes:
             assert axes.get_axisbelow() is True
 
@@ -192,11 +212,11 @@ def test_bars_of_several_ranks_go_from_the_5th_to_the_95th_percentile(tmp_path):
 
 def test_runs_on_a_cpu_are_not_drawn(tmp_path, capsys):
     (tmp_path / "figures").mkdir()
-    (tmp_path / "figures" / "gain.svg").write_text("of yesterday")
+    (tmp_path / "figures" / "roofline.svg").write_text("of yesterday")
     put(tmp_path, 0, gpus=(), preset="tiny")
     assert plot.main([str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "not drawn: gain: no graph on a GPU has a gain" in out and "0 figures in" in out
+    assert "not drawn: roofline: no graph on a GPU has a gain and a profile" in out and "0 figures in" in out
     assert not list((tmp_path / "figures").iterdir())
 
 
@@ -205,15 +225,15 @@ def test_what_cannot_be_drawn_is_a_line(tmp_path, capsys):
     (tmp_path / "half.json").write_text('{"schema": 4')
     assert plot.main([str(tmp_path)]) == 1 and "no whole JSON" in capsys.readouterr().out
     put(tmp_path, 0, issue=None)
-    # Without a busy time there is no ceiling, and the hosts stand there.
-    assert plot.main([str(tmp_path)]) == 0 and "1 figure in" in capsys.readouterr().out
+    # Without a busy time it has no place on the axis.
+    assert plot.main([str(tmp_path)]) == 1 and "not drawn: roofline" in capsys.readouterr().out
     assert plot.main([str(tmp_path / "none")]) == 2
 
 
 def test_a_name_cannot_break_a_file(tmp_path):
     put(tmp_path, 0, model=OWN_STEP, label="../x$a$<b>")
     assert plot.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    text = (tmp_path / "out" / "gain.svg").read_text()
+    text = (tmp_path / "out" / "roofline.svg").read_text()
     assert_reads_on_both_pages(text)
     assert "../x$a$&lt;b&gt;" in text
 
@@ -222,4 +242,4 @@ def test_odd_numbers_and_long_names_are_drawn(tmp_path):
     put(tmp_path, 0, model=OWN_STEP, label="x" * 100, ms={"eager": 5e3, "graph_layer": 0.5}, issue=(1.0, 0.5))
     put(tmp_path, 1, model="y" * 100, ms={"eager": 0.5, "graph_layer": 5e3}, issue=(1.0, 0.4))
     put(tmp_path, 2, ms={"eager": 10.0, "graph_layer": 10.0}, issue=(1.0, 10.0))
-    assert_inside_and_apart(page_of(tmp_path), "gain")
+    assert_inside_and_apart(page_of(tmp_path), "roofline")

@@ -178,13 +178,6 @@ def test_the_answers_say_on_how_many_hosts(tmp_path):
     assert table("answers", tmp_path).splitlines()[2] == "- **Leave it eager:** other; mine: 1.00 to 1.02x."
 
 
-def test_the_hosts_time_for_a_kernel_stands_beside_the_gpus(tmp_path):
-    put(tmp_path, 0, ms=MS, issue=(9.0, 7.0), kernels=200)
-    put(tmp_path, 1, ms=MS, issue=(9.0, 7.0), kernels=100, boot="c", begin_utc="2027-01-01T00:00:00Z")
-    text = table("answers", tmp_path)
-    assert "Hosts took 45 to 90 us to issue one: capture where" in text and "In us: GPT-3 175B 70." in text
-
-
 @pytest.mark.parametrize("standing", ["beside", "aside"])
 def test_a_run_that_does_not_count_stands_beside_the_headline_or_in_a_note(tmp_path, standing):
     put(tmp_path, 0, ms=MS)
