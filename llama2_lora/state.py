@@ -107,7 +107,8 @@ class State(History):
         self.inputs.load(batch)
         mask = self.inputs["loss_mask"]
         count = mask.sum()
-        collectives.all_reduce_sum_(count, self.context)
+        if self.config.cp > 1:
+            collectives.all_reduce_sum_(count, self.context)
         torch.div(mask, count.clamp_(min=1.0), out=self.weights_of_tokens)
 
     def _host_batch(self, window):
@@ -134,8 +135,9 @@ class State(History):
         """Copy loss and gradient norm of step `index` to their history, before a replay overwrites them."""
         slot = self.slot(index)
         self.losses[slot].copy_(self.stack.loss)
-        # Each rank has the part of its tokens.
-        collectives.all_reduce_sum_(self.losses[slot], self.context)
+        if self.config.cp > 1:
+            # Each rank has the part of its tokens.
+            collectives.all_reduce_sum_(self.losses[slot], self.context)
         self.grad_norms[slot].copy_(self.adam.grad_norm)
 
     @torch.no_grad()

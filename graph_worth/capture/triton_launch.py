@@ -58,13 +58,9 @@ class Launch:
         if _is_compiling() or not self.direct:
             self.kernel[grid](*tensors, *numbers, *self.fixed, **self.options)
             return
-        key = device = _current_device()
+        device = _current_device()
         pointers = [tensor.data_ptr() for tensor in tensors]
-        together = 0
-        for pointer in pointers:
-            together |= pointer
-        if together & 15:
-            key = (device, *[pointer & 15 == 0 for pointer in pointers])
+        key = _key(device, pointers)
         launch = self.prepared.get(key)
         # A number of more than 31 bits would have another type.
         wide = numbers and max(numbers) >> 31
@@ -74,6 +70,31 @@ class Launch:
         compiled = self.kernel[grid](*tensors, *numbers, *self.fixed, **self.options)
         if not wide:
             self._prepare(key, compiled, len(tensors), len(numbers))
+
+    def bound(self, grid, tensors, numbers=(), num_fresh: int = 0):
+        """Return launch(*fresh) of these arguments, which costs the host half of a call; None if nothing is prepared.
+
+        The first num_fresh tensors are each launch's own, with the dtypes of those here. All others keep their
+        addresses: the caller keeps them alive. As after a call with the same arguments, which prepares the launch.
+        """
+        if not self.direct or (numbers and max(numbers) >> 31):
+            return None
+        device = _current_device()
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        launch, kept = self.prepared.get(_key(device, pointers)), tensors[num_fresh:]
+        if launch is None:
+            return None
+        places = range(num_fresh)
+
+        def again(*fresh):
+            for place in places:
+                pointers[place] = pointer = fresh[place].data_ptr()
+                if pointer & 15:
+                    self(grid, (*fresh, *kept), numbers)
+                    return
+            launch(grid, _current_stream(device), pointers, numbers)
+
+        return again
 
     def _prepare(self, key, compiled, num_tensors, num_numbers):
         num_given = num_tensors + num_numbers
@@ -86,6 +107,14 @@ class Launch:
             self.direct = False
             # One text and one place: printed once, however many kernels there are.
             warnings.warn(UNKNOWN, stacklevel=1)
+
+
+def _key(device, pointers):
+    """Key of a prepared launch: the device, and which addresses are divisible by 16 unless all are."""
+    together = 0
+    for pointer in pointers:
+        together |= pointer
+    return (device, *[pointer & 15 == 0 for pointer in pointers]) if together & 15 else device
 
 
 def _direct(compiled, num_given, fixed):

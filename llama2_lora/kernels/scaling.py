@@ -8,6 +8,7 @@ forward, E5M2 for gradients.
 
 import contextlib
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +42,11 @@ class Scaling:
         self.largest = torch.tensor(largest, device=device)
         # Made once: a step asks for some 20 a layer, and views cost host time.
         columns = (tensor[:, :1].unbind() for tensor in (self.scale, self.inverse, self.amax))
-        self._slots = list(itertools.starmap(Slot, zip(*columns, largest, strict=True)))
+        slots = itertools.starmap(Slot, zip(*columns, largest, strict=True))
+        self._slots = dict(zip(itertools.product(range(config.layers), SCALES), slots, strict=True))
 
     def slot(self, layer: int, name: str) -> Slot:
-        return self._slots[layer * len(SCALES) + SCALES.index(name)]
+        return self._slots[layer, name]
 
     def update(self) -> None:
         """Scales of the next step, from the amaxes of this one and of those before it."""
@@ -56,7 +58,7 @@ class Scaling:
         amax = self.history.amax(0)
         # Within FP32; as it was where nothing was recorded, or something that is not finite.
         scale = (self.largest / amax).clamp(max=torch.finfo(torch.float32).max)
-        scale = torch.where((amax > 0) & torch.isfinite(amax), scale, self.scale[:, 0])
+        scale = torch.where((amax > 0) & (amax < math.inf), scale, self.scale[:, 0])
         self.scale.copy_(scale[:, None].expand_as(self.scale))
         self.inverse.copy_((1.0 / scale)[:, None].expand_as(self.inverse))
         self.amax.zero_()

@@ -67,7 +67,7 @@ def writes_operand(implementation):
 
     @functools.wraps(implementation)
     def operator(self, *tensors, operand=None, slot=None, **options):
-        implementation(self, *tensors, written=self._written(operand, slot), **options)
+        return implementation(self, *tensors, written=self._written(operand, slot), **options)
 
     return operator
 
@@ -211,8 +211,11 @@ class TorchOperators(Operators):
         out.copy_(weight.t())
 
     def gemm(self, a, b, scale_a, scale_b, out, fast):
-        """out [s, n] = (scale_a a [s, k]) (scale_b b [n, k])^T, scales FP32 [1]. fast: see the Triton operators."""
+        """out [s, n] = (scale_a a [s, k]) (scale_b b [k, n]), scales FP32 [1]; b is the transpose of what is stored.
+
+        fast: see the Triton operators.
+        """
         if a.dtype == out.dtype:
-            torch.mm(a, b.t(), out=out)
+            torch.mm(a, b, out=out)
         else:
-            out.copy_((a.float() * scale_a) @ (b.float() * scale_b).t())
+            out.copy_((a.float() * scale_a) @ (b.float() * scale_b))

@@ -4,6 +4,8 @@ Same arithmetic and rounding as `operators.TorchOperators`, whose docstrings hol
 another order, and a sigmoid is FP32's to two units in the last place.
 """
 
+import functools
+
 import torch
 import triton
 
@@ -15,22 +17,52 @@ BLOCK = 2048
 TILE = 32
 
 
+def launched(num_fresh: int = 0):
+    """An operator of one launch, which the first call with some tensors prepares: later ones cost the host less.
+
+    The implementation returns what `_launch` returns. An operator keeps the tensors that it has seen, but for the first
+    num_fresh, which may be others in each call.
+    """
+
+    def decorate(implementation):
+        @functools.wraps(implementation)
+        def operator(self, *tensors, key=None, **options):
+            fresh, static = tensors[:num_fresh], tensors[num_fresh:]
+            # Numbers by value, tensors by identity: they are kept, so none can take the id of another.
+            known = (implementation, self.threshold, key, *options, *map(id, options.values()), *map(id, static))
+            if fresh:
+                known += tuple((tensor.dtype, tensor.shape, tensor.stride()) for tensor in fresh)
+            if bound := self.bound.get(known):
+                bound[0](*fresh)
+                return
+            numbers = {} if key is None else {"key": key}
+            launch, *arguments = implementation(self, *tensors, **options, **numbers)
+            launch(*arguments)
+            if again := launch.bound(*arguments, num_fresh=num_fresh):
+                self.bound[known] = again, static, options
+
+        return operator
+
+    return decorate
+
+
 class TritonOperators(Operators):
     """Triton kernels, cuBLAS's FP8 GEMM and torch's bf16 one. CUDA; the kernels also in Triton's interpreter."""
 
     def __init__(self, config, formats, scaling, device):
         super().__init__(config, formats, scaling, device)
-        self._launches = {}
+        self._launches, self.bound = {}, {}
         # Heads of a program of RoPE: a power of two that divides both.
         self._heads = config.kv_heads & -config.kv_heads
 
     def _launch(self, kernel, grid, tensors, numbers=(), written=None, **options):
-        """written: the operand's dtype, where it may be one or another; a launch is prepared for the dtypes it has."""
+        """(Launch, its grid, tensors, numbers). written: the operand's dtype, where it may be one or another; a Launch
+        is made for the dtypes it has."""
         key = (id(kernel), written, *options.values())
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = Launch(kernel, **options)
-        launch((*grid, 1, 1)[:3], tensors, numbers)
+        return launch, (*grid, 1, 1)[:3], tensors, numbers
 
     def _operand(self, written, otherwise):
         """(tensor, scale, amax), constants of what writes an operand; of none they are any tensors."""
@@ -47,6 +79,7 @@ class TritonOperators(Operators):
         block, warps = triton.next_power_of_2(width), 16 if width > 4096 else 4
         return {"WIDTH": width, "BLOCK": block, "EPS": self.config.norm_eps, "num_warps": warps}
 
+    @launched()
     @writes_operand
     def norm(self, x, gain, written, add=None, total=None, dropped=None, key=0, plain=None):
         (tensor, scale, amax), recording = self._operand(written, x)
@@ -55,8 +88,9 @@ class TritonOperators(Operators):
         uses = {"ADD": add is not None, "OPERAND": bool(written), "DROPPED": dropped is not None}
         uses["PLAIN"] = plain is not None
         constants = {**self._rows(x), **uses, **recording, **self._dropout}
-        self._launch(kernels.norm, (x.shape[0],), (*tensors, self.step), (key,), tensor.dtype, **constants)
+        return self._launch(kernels.norm, (x.shape[0],), (*tensors, self.step), (key,), tensor.dtype, **constants)
 
+    @launched()
     @writes_operand
     def norm_backward(self, grad, x, gain, out, written, through_dropout=None, key=0, residual=None):
         (tensor, scale, amax), recording = self._operand(written, x)
@@ -64,8 +98,9 @@ class TritonOperators(Operators):
         tensors = (grad, through, x, gain, residual_or_any, out, tensor, scale, amax, self.step)
         uses = {"THROUGH": through_dropout is not None, "RESIDUAL": residual is not None, "OPERAND": bool(written)}
         constants = {**self._rows(x), **uses, **recording, **self._dropout}
-        self._launch(kernels.norm_backward, (x.shape[0],), tensors, (key,), tensor.dtype, **constants)
+        return self._launch(kernels.norm_backward, (x.shape[0],), tensors, (key,), tensor.dtype, **constants)
 
+    @launched(num_fresh=1)
     @writes_operand
     def quantize(self, x, written, dropped=None, key=0):
         (tensor, scale, amax), recording = self._operand(written, x)
@@ -73,19 +108,22 @@ class TritonOperators(Operators):
         uses = {"WIDTH": x.shape[1], "BLOCK": BLOCK, "OPERAND": bool(written), "DROPPED": dropped is not None}
         grid = (x.shape[0], triton.cdiv(x.shape[1], BLOCK))
         constants = {**uses, **recording, **self._dropout, "num_warps": 8}
-        self._launch(kernels.quantize, grid, tensors, (key,), tensor.dtype, **constants)
+        return self._launch(kernels.quantize, grid, tensors, (key,), tensor.dtype, **constants)
 
+    @launched()
     def add_dropout_gradient(self, grad, through_dropout, key):
         count, tensors = grad.numel(), (grad, through_dropout, self.step)
         constants = {"COUNT": count, "BLOCK": BLOCK, **self._dropout, "num_warps": 4}
-        self._launch(kernels.add_dropout_gradient, (triton.cdiv(count, BLOCK),), tensors, (key,), **constants)
+        return self._launch(kernels.add_dropout_gradient, (triton.cdiv(count, BLOCK),), tensors, (key,), **constants)
 
+    @launched()
     def rope(self, qkv, positions):
         c = self.config
         grid = (c.tokens, (c.heads + c.kv_heads) // self._heads)
         constants = {"WIDTH": c.qkv_width, "HEADS": self._heads, "HALF": c.head_dim // 2, "num_warps": 4}
-        self._launch(kernels.rope, grid, (qkv, self.cos, self.sin, positions), **constants)
+        return self._launch(kernels.rope, grid, (qkv, self.cos, self.sin, positions), **constants)
 
+    @launched(num_fresh=3)
     @writes_operand
     def rope_backward(self, grad_q, grad_k, grad_v, positions, out, written):
         c, grads = self.config, (grad_q, grad_k, grad_v)
@@ -100,8 +138,9 @@ class TritonOperators(Operators):
         tensors = (*grads, self.cos, self.sin, positions, out, *operand)
         constants = {"NUM_Q": c.heads // self._heads, "HEADS": self._heads, "HALF": c.head_dim // 2, **recording}
         constants |= {"WIDTH": c.qkv_width, "num_warps": 4}
-        self._launch(kernels.rope_backward, grid, tensors, (), operand[0].dtype, **strides, **constants)
+        return self._launch(kernels.rope_backward, grid, tensors, (), operand[0].dtype, **strides, **constants)
 
+    @launched()
     @writes_operand
     def swiglu(self, fc1, written, stored_slot=None, stored=None):
         rows, ffn = fc1.shape[0], fc1.shape[1] // 2
@@ -110,8 +149,9 @@ class TritonOperators(Operators):
         tensors = (fc1, tensor, fc1 if stored is None else stored, scale, amax, stored_scale, stored_amax)
         uses = {"MEASURE": stored_slot is not None, "STORE": stored is not None}
         constants = {"FFN": ffn, "BLOCK": BLOCK, **recording, **uses, "num_warps": 4}
-        self._launch(kernels.swiglu, (rows, triton.cdiv(ffn, BLOCK)), tensors, (), tensor.dtype, **constants)
+        return self._launch(kernels.swiglu, (rows, triton.cdiv(ffn, BLOCK)), tensors, (), tensor.dtype, **constants)
 
+    @launched()
     @writes_operand
     def swiglu_backward(self, fc1, grad, written, stored_slot=None):
         rows, ffn = grad.shape
@@ -121,12 +161,13 @@ class TritonOperators(Operators):
         uses = {"ROUND": is_stored and fc1.dtype != torch.float8_e4m3fn, "DEQUANTIZE": is_stored}
         constants = {"FFN": ffn, "BLOCK": BLOCK, **recording, **uses, "num_warps": 4}
         tensors, grid = (fc1, grad, *operand, stored_scale, inverse), (rows, triton.cdiv(ffn, BLOCK))
-        self._launch(kernels.swiglu_backward, grid, tensors, (), operand[0].dtype, **constants)
+        return self._launch(kernels.swiglu_backward, grid, tensors, (), operand[0].dtype, **constants)
 
+    @launched()
     def cross_entropy(self, logits, targets, weights, losses):
         rows, vocab = logits.shape
         constants = {"VOCAB": vocab, "BLOCK": min(triton.next_power_of_2(vocab), 8192), "num_warps": 8}
-        self._launch(kernels.cross_entropy, (rows,), (logits, targets, weights, losses), **constants)
+        return self._launch(kernels.cross_entropy, (rows,), (logits, targets, weights, losses), **constants)
 
     def transpose(self, weight, out):
         rows, columns = weight.shape
@@ -135,11 +176,13 @@ class TritonOperators(Operators):
             return
         grid = (columns // 4 // TILE, rows // 4 // TILE)
         tensors = (weight.view(torch.int32), out.view(torch.int32))
-        self._launch(kernels.transpose, grid, tensors, ROWS=rows // 4, COLUMNS=columns // 4, TILE=TILE, num_warps=4)
+        constants = {"ROWS": rows // 4, "COLUMNS": columns // 4, "TILE": TILE, "num_warps": 4}
+        launch, *arguments = self._launch(kernels.transpose, grid, tensors, **constants)
+        launch(*arguments)
 
     def gemm(self, a, b, scale_a, scale_b, out, fast):
         """fast: sums of products in the tensor core's own precision, as usual forward; else promoted to FP32."""
         if a.dtype == out.dtype:
-            torch.mm(a, b.t(), out=out)
+            torch.mm(a, b, out=out)
             return
-        torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+        torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)

@@ -11,7 +11,7 @@ from common.parallel.differentiable_collectives import places
 from graph_worth.parallel import collectives
 from llama2_lora.config import Config
 from llama2_lora.data.windows import PackedBatch
-from llama2_lora.kernels.attention import FlashAttention
+from llama2_lora.kernels.attention import Attention, FlashAttention
 
 
 def own_part(window: PackedBatch, config: Config, rank: int) -> dict[str, torch.Tensor]:
@@ -41,12 +41,13 @@ def _keys_of_runs(config, rank):
     return torch.cat([torch.arange(start + length) for start in queries[::length].tolist()])
 
 
-class AcrossRanks:
+class AcrossRanks(Attention):
     """Attention of this rank's queries to the keys of all ranks of `group`, computed by `attention`, a class of
     llama2_lora/kernels/attention.py."""
 
     def __init__(self, attention, config: Config, inputs, group: str, rank: int):
-        self.config, self.group, device = config, group, inputs["positions"].device
+        super().__init__(config)
+        self.group, device = group, inputs["positions"].device
         gathered = torch.cat([places(config.sequence, config.cp, context_rank) for context_rank in range(config.cp)])
         keys = _keys_of_runs(config, rank) if attention is FlashAttention else gathered
         # Where the gathered tensor has the keys that `attention` takes.

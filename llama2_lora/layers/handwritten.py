@@ -14,7 +14,6 @@ import torch
 from common.precision import nvfp4
 from graph_worth import mark
 from llama2_lora.config import Config
-from llama2_lora.kernels.attention import split_qkv
 from llama2_lora.kernels.scaling import Formats, Scaling, restored
 from llama2_lora.kernels.torch_operators import dropout_key
 from llama2_lora.layers.tensor import TensorRanks
@@ -54,7 +53,11 @@ class HandwrittenStack:
             name: torch.zeros(shape, dtype=types[kind], device=self.device)
             for name, (shape, kind) in workspace(config).items()
         }
-        self._views = {}
+        # Views cost host time, so a step makes none: these are made once, as those of `_view` and `_heads`.
+        self.x = self.work["x"].unbind()
+        self.a = [layer.unbind() for layer in self.work["a"].unbind()]
+        self.transposed = {name: self.work[name].t() for name in ("grad", "qkv_grad", "rank_grad")}
+        self._views, self._parts = {}, {}
         self.kept = [self._kept(keeps) for keeps in self.keeps]
         self.holds_transposes = ["transpose" in kept for kept in keeps]
         self.transposes = [self._transposes(layer) for layer in range(config.layers)]
@@ -73,31 +76,38 @@ class HandwrittenStack:
         }
 
     def _transposes(self, layer):
-        """name -> W^T [inputs, outputs]. A layer that holds them makes them here, once; the others make each of them
-        before its dgrad GEMM, in one place for all."""
+        """name -> (W^T [inputs, outputs], its view W). A layer that holds the transposes makes them here, once; the
+        others make each of them before its dgrad GEMM, in one place for all."""
         transposes = {}
         for name, (rows, columns) in self.config.matrices.items() if self.config.precision == "fp8" else ():
             value = self.weights.layers[layer][name].value
             if self.holds_transposes[layer]:
-                transposes[name] = value.new_empty(columns, rows)
-                self.operators.transpose(value, transposes[name])
+                transposed = value.new_empty(columns, rows)
+                self.operators.transpose(value, transposed)
             else:
-                transposes[name] = self.work["transpose"][: rows * columns].view(columns, rows)
+                transposed = self.work["transpose"][: rows * columns].view(columns, rows)
+            transposes[name] = transposed, transposed.t()
         return transposes
 
     def _view(self, name, width):
-        """The start of a flat workspace as [s, width]. Made once, as views cost host time."""
-        if (name, width) not in self._views:
+        """The start of a flat workspace as [s, width]."""
+        if (view := self._views.get((name, width))) is None:
             tokens = self.config.tokens
-            self._views[name, width] = self.work[name][: tokens * width].view(tokens, width)
-        return self._views[name, width]
+            view = self._views[name, width] = self.work[name][: tokens * width].view(tokens, width)
+        return view
+
+    def _heads(self, layer, qkv):
+        """q, k and v of a layer, as attention takes them."""
+        if (parts := self._parts.get(layer)) is None:
+            parts = self._parts[layer] = self.attention.split(qkv)
+        return parts
 
     # -- GEMMs of the frozen weights ---------------------------------------------------------------
 
     def _multiply(self, layer, name, operand, out):
         """out = operand W^T: a forward GEMM, of the input of the matrix `name`."""
         matrix, slot = self.weights.layers[layer][name], self.scaling.slot(layer, f"{name}_in")
-        self.operators.gemm(self._in_fp4(operand), matrix.value, slot.inverse, matrix.inverse, out, fast=True)
+        self.operators.gemm(self._in_fp4(operand), matrix.transposed, slot.inverse, matrix.inverse, out, fast=True)
 
     def _multiply_back(self, layer, name, operand, out):
         """out = operand W: a dgrad GEMM. In FP8 it reads W^T, which is held or made now."""
@@ -105,11 +115,11 @@ class HandwrittenStack:
         if self.config.precision != "fp8":
             torch.mm(self._in_fp4(operand), matrix.backward, out=out)
             return
-        transposed = self.transposes[layer][name]
+        transposed, weight = self.transposes[layer][name]
         if not self.holds_transposes[layer]:
             self.operators.transpose(matrix.value, transposed)
         slot = self.scaling.slot(layer, f"{name}_grad")
-        self.operators.gemm(operand, transposed, slot.inverse, matrix.inverse, out, fast=False)
+        self.operators.gemm(operand, weight, slot.inverse, matrix.inverse, out, fast=False)
 
     def _in_fp4(self, operand):
         """An operand as a GEMM in NVFP4 reads it, where that is emulated."""
@@ -122,25 +132,25 @@ class HandwrittenStack:
 
     def _qkv(self, layer, qkv, recompute):
         """q k v, turned, of the normalised x in `operand`. The adapter's a is there already if `recompute`."""
-        c, adapter, a = self.config, self.adapters.layers[layer], self.work["a"][layer, QKV]
+        c, adapter, a = self.config, self.adapters.transposed[layer], self.a[layer][QKV]
         self._multiply(layer, "qkv", self._view("operand", c.hidden), qkv)
         if not recompute:
             self._into_rank(self._view("dropped", c.hidden), adapter["qkv.a"], a)
-        qkv.addmm_(a, adapter["qkv.b"].t())
+        qkv.addmm_(a, adapter["qkv.b"])
         self.operators.rope(qkv, self.inputs["positions"])
 
     def _proj(self, layer, recompute):
         """The projection of attention's output in `operand`, with its adapter."""
-        c, adapter, a = self.config, self.adapters.layers[layer], self.work["a"][layer, PROJ]
+        c, adapter, a = self.config, self.adapters.transposed[layer], self.a[layer][PROJ]
         self._multiply(layer, "proj", self._view("operand", c.q_width), self.work["proj"])
         if not recompute:
             self._into_rank(self._view("dropped", c.q_width), adapter["proj.a"], a)
-        self.work["proj"].addmm_(a, adapter["proj.b"].t())
+        self.work["proj"].addmm_(a, adapter["proj.b"])
         self.tensor.sum_(self.work["proj"])
 
     def _into_rank(self, x, matrix, out):
-        """out [s, rank] = alpha / rank * x matrix^T."""
-        torch.addmm(out, x, matrix.t(), beta=0, alpha=self.ratio, out=out)
+        """out [s, rank] = alpha / rank * x matrix."""
+        torch.addmm(out, x, matrix, beta=0, alpha=self.ratio, out=out)
 
     def _mlp_norm(self, layer, **sources):
         """The norm before the MLP, as fc1's operand."""
@@ -162,12 +172,12 @@ class HandwrittenStack:
         self._look_up()
 
     def _look_up(self):
-        self.tensor.look_up(self.inputs["tokens"], self.weights.embedding, self.work["x"][0])
+        self.tensor.look_up(self.inputs["tokens"], self.weights.embedding, self.x[0])
 
     def forward(self, layer: int) -> None:
         """Read the sums of layer - 1 (layer 0: x), leave residual sum and MLP output, keep what --keep says."""
         c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
-        x, gain = work["x"][layer], self.weights.norms[layer][0]
+        x, gain = self.x[layer], self.weights.norms[layer][0]
         written = {
             "operand": self._view("operand", c.hidden),
             "slot": self.scaling.slot(layer, "qkv_in"),
@@ -180,7 +190,7 @@ class HandwrittenStack:
             operators.norm(self._residual(layer - 1), gain, add=work["fc2"], total=x, **written)
         qkv = kept.get("qkv", work["qkv"])
         self._qkv(layer, qkv, recompute=False)
-        out, rest = self.attention.forward(*split_qkv(c, qkv))
+        out, rest = self.attention.forward(*self._heads(layer, qkv))
         if self.keeps_attention and "attention" in self.keeps[layer]:
             self.attended[layer] = out, rest
         written = {"operand": self._view("operand", c.q_width), "slot": self.scaling.slot(layer, "proj_in")}
@@ -220,7 +230,7 @@ class HandwrittenStack:
         qkv, out, rest, residual, fc1 = self._again(layer)
         self._mlp_backward(layer, residual, fc1)
         self._proj_backward(layer, out)
-        parts = split_qkv(self.config, qkv)
+        parts = self._heads(layer, qkv)
         grads = self.attention.backward(self._view("wide_grad", self.config.q_width), *parts, out, rest)
         written = {"operand": work["qkv_grad_operand"], "slot": self.scaling.slot(layer, "qkv_grad")}
         self.operators.rope_backward(*grads, self.inputs["positions"], work["qkv_grad"], **written)
@@ -231,13 +241,13 @@ class HandwrittenStack:
     def _again(self, layer):
         """The tensors that the backward reads: kept, or computed again in the order of the forward."""
         c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
-        x = work["x"][layer]
+        x = self.x[layer]
         if (qkv := kept.get("qkv")) is None:
             qkv = work["qkv"]
             slot = self.scaling.slot(layer, "qkv_in")
             operators.norm(x, self.weights.norms[layer][0], operand=self._view("operand", c.hidden), slot=slot)
             self._qkv(layer, qkv, recompute=True)
-        out, rest = self.attended[layer] or self.attention.forward(*split_qkv(c, qkv))
+        out, rest = self.attended[layer] or self.attention.forward(*self._heads(layer, qkv))
         if (residual := kept.get("residual")) is None:
             residual = work["residual"]
             slot = self.scaling.slot(layer, "proj_in")
@@ -274,35 +284,38 @@ class HandwrittenStack:
         self._multiply_back(layer, "proj", self.work["grad_operand"], grad)
         self.operators.quantize(out, dropped=dropped, key=key)
         through = self._view("dropped_grad", c.q_width)
-        self._adapter_backward(layer, "proj", self.work["grad"], self.work["a"][layer, PROJ], dropped, through)
-        self.operators.add_dropout_gradient(grad, through, key)
+        self._adapter_backward(layer, "proj", "grad", self.a[layer][PROJ], dropped, through)
+        self.operators.add_dropout_gradient(grad, through, key=key)
 
     def _qkv_backward(self, layer):
-        c, work, x, key = self.config, self.work, self.work["x"][layer], dropout_key(layer, QKV)
+        c, work, x, key = self.config, self.work, self.x[layer], dropout_key(layer, QKV)
         gain, dropped = self.weights.norms[layer][0], self._view("dropped", c.hidden)
         self.operators.norm(x, gain, dropped=dropped, key=key)
         # Below layer 0 is the frozen embedding: nothing needs the gradient of its output.
         through = self._view("dropped_grad", c.hidden) if layer else None
-        self._adapter_backward(layer, "qkv", work["qkv_grad"], work["a"][layer, QKV], dropped, through)
+        self._adapter_backward(layer, "qkv", "qkv_grad", self.a[layer][QKV], dropped, through)
         if layer == 0:
             return
         grad = self._view("wide_grad", c.hidden)
         self._multiply_back(layer, "qkv", work["qkv_grad_operand"], grad)
         if self.tensor.size > 1:
             # The adapter's part of the gradient is a summand, too: both are added up in one collective.
-            self.operators.add_dropout_gradient(grad, through, key)
+            self.operators.add_dropout_gradient(grad, through, key=key)
             self.tensor.sum_(grad)
             through = None
         slot = self.scaling.slot(layer - 1, "fc2_grad")
         self._norm_backward(grad, x, gain, slot, through_dropout=through, key=key)
 
     def _adapter_backward(self, layer, name, grad, a, dropped, through):
-        """Gradients of both matrices, and of the dropped-out input to `through` unless that is None."""
+        """Gradients of both matrices, and of the dropped-out input to `through` unless that is None.
+
+        grad: the workspace with the gradient of the output.
+        """
         adapter, grads = self.adapters.layers[layer], self.adapters.layer_grads[layer]
         rank_grad = self.work["rank_grad"]
-        torch.addmm(rank_grad, grad, adapter[f"{name}.b"], beta=0, alpha=self.ratio, out=rank_grad)
-        torch.mm(grad.t(), a, out=grads[f"{name}.b"])
-        torch.mm(rank_grad.t(), dropped, out=grads[f"{name}.a"])
+        self._into_rank(self.work[grad], adapter[f"{name}.b"], rank_grad)
+        torch.mm(self.transposed[grad], a, out=grads[f"{name}.b"])
+        torch.mm(self.transposed["rank_grad"], dropped, out=grads[f"{name}.a"])
         if through is not None:
             torch.mm(rank_grad, adapter[f"{name}.a"], out=through)
 

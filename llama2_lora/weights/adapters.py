@@ -26,8 +26,8 @@ class Adapters:
 
     values, grads: main dtype, flat. main_grad: FP32, flat, read by the optimizer.
 
-    layers[i], layer_grads[i]: name as in `Config.adapters` -> view. A gradient is written, not added to: a step has
-    one microbatch. With --tp these are the shards of tensor rank `rank`.
+    layers[i], transposed[i], layer_grads[i]: name as in `Config.adapters` -> view. A gradient is written, not added
+    to: a step has one microbatch. With --tp these are the shards of tensor rank `rank`.
     """
 
     def __init__(self, config: Config, dtype, device, rank: int = 0):
@@ -36,6 +36,7 @@ class Adapters:
         self.values, self.grads = (torch.zeros(count, dtype=dtype, device=device) for _ in range(2))
         self.main_grad = torch.zeros(count, device=device)
         self.layers, self.layer_grads = self.views(self.values), self.views(self.grads)
+        self.transposed = [{name: matrix.t() for name, matrix in layer.items()} for layer in self.layers]
 
     def views(self, flat) -> list[dict[str, torch.Tensor]]:
         """Views of a flat tensor laid out as `values`: for each layer, name -> matrix."""

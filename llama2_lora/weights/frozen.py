@@ -11,6 +11,7 @@ is split by inputs and b replicated.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -37,6 +38,11 @@ class Matrix:
     value: torch.Tensor
     inverse: torch.Tensor
     backward: torch.Tensor
+
+    @cached_property
+    def transposed(self) -> torch.Tensor:
+        """A view of `value` [inputs, outputs], made once: views cost host time."""
+        return self.value.t()
 
 
 class RandomWeights:

@@ -40,6 +40,9 @@ class Compiling:
     def __init__(self, kernel, *fixed, **options):
         self.kernel, self.fixed, self.options = kernel, fixed, options
 
+    def bound(self, grid, tensors, numbers=(), num_fresh=0):
+        """Nothing can be launched."""
+
     def __call__(self, grid, tensors, numbers=()):
         names = self.kernel.arg_names
         options = {name: value for name, value in self.options.items() if name not in names}

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from llama2_lora.kernels.attention import PlainAttention, split_qkv
+from llama2_lora.kernels.attention import PlainAttention
 from llama2_lora.kernels.torch_operators import dropout_key
 from tests.helpers.llama2_lora_case import (
     TINY,
@@ -168,7 +168,7 @@ def test_gpu_attention_is_the_plain_one(lengths):
     results = []
     for kind in (PlainAttention, FlashAttention if lengths else CudnnAttention):
         attention = kind(config, inputs)
-        parts = split_qkv(config, qkv)
+        parts = attention.split(qkv)
         out, rest = attention.forward(*parts)
         results.append([out, *attention.backward(grad, *parts, out, rest)])
     for plain, ours in zip(*results, strict=True):

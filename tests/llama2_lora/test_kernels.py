@@ -133,7 +133,7 @@ def test_quantize_and_dropout(precision):
     compare(operators, lambda op, dropped: op.quantize(x, dropped=dropped, key=12), z)
     # With one of these keys or another the last element is kept.
     for key in (11, 12, 13):
-        compare(operators, lambda op, grad: op.add_dropout_gradient(grad, through, key), x)  # noqa: B023
+        compare(operators, lambda op, grad: op.add_dropout_gradient(grad, through, key=key), x)  # noqa: B023
     dropped = torch.zeros_like(x)
     operators[0].quantize(torch.ones_like(x), dropped=dropped, key=11)
     assert 0.2 < float((dropped == 0).float().mean()) < 0.4
@@ -219,8 +219,8 @@ def test_fp8_gemm(fast):
     a, b = random(32, 256).to(torch.float8_e5m2), random(64, 256, seed=1).to(torch.float8_e4m3fn)
     scales = torch.full((1,), 0.5, device=DEVICE), torch.full((1,), 0.25, device=DEVICE)
     ours, theirs = (torch.zeros(32, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    triton_operators.gemm(a, b, *scales, ours, fast)
-    plain.gemm(a, b, *scales, theirs, fast)
+    triton_operators.gemm(a, b.t(), *scales, ours, fast)
+    plain.gemm(a, b.t(), *scales, theirs, fast)
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 

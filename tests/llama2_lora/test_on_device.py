@@ -126,9 +126,11 @@ def test_steps_call_torch_and_triton_as_they_want_it(gpu, monkeypatch, changes):
         assert isinstance(state.stack.attention, expected)
         train.eager_step(state, 0)
         first, gpu.through_triton = len(gpu.launches), 0
+        bound = dict(state.stack.operators.bound)
         train.eager_step(state, 1)
-        # All are prepared, and go the short way.
+        # All are prepared, and go the short way. No call has a tensor that the one in the step before had not.
         assert gpu.through_triton == 0 and first > 25 and len(gpu.launches) > 1.5 * first
+        assert state.stack.operators.bound == bound and len(bound) > 25
         assert (gpu.gemms.num_calls > 40) == (config.precision != "bf16")
         for name in ("graph_layer", "graph_step"):
             variant = made("llama2_lora", name, state)

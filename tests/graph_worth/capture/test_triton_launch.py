@@ -146,6 +146,26 @@ def test_each_pointer_counts(make_driver, aligned):
 
 
 @compiled
+def test_a_bound_launch_is_the_same(make_driver, through_triton):
+    """With a fresh first tensor, on the stream of each call; unaligned ones get the kernel that Triton takes."""
+    driver, scale = make_driver(), Launch(_scale, 2.5, BLOCK, 0)
+    given = tensors()
+    assert scale.bound(GRID, given, (100,)) is None  # nothing is prepared yet
+    scale(GRID, given, (100,))
+    again, with_fresh = (scale.bound(GRID, given, (100,), num_fresh=count) for count in (0, 1))
+    assert scale.bound(GRID, given, (2**31,)) is None
+    for stream, offset in ((7, 0), (11, 0), (11, 1)):
+        driver.stream, x = stream, tensors(offset=offset)[0]
+        for launch, source in ((lambda: again(), given[0]), (lambda: with_fresh(x), x)):  # noqa: B023
+            launch()
+            _scale[GRID](source, given[1], 100, 2.5, BLOCK, 0)
+            ours, theirs = map(triton_driver.plain, driver.launches[-2:])
+            assert ours == theirs, (stream, offset)
+    # The first, the six that it is compared with, and the unaligned one.
+    assert len(through_triton) == 8
+
+
+@compiled
 @pytest.mark.parametrize("form", [triton_driver.Reversed, triton_driver.WithScratch])
 def test_another_way_to_launch_is_left_to_triton(make_driver, through_triton, no_allocator, form):
     allocated, driver = [], make_driver(form)
