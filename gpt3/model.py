@@ -94,12 +94,13 @@ def te_layer(config: Config, dtype, device, tensor: str = collectives.ALONE):
     Its widths are those of all tensor ranks together.
     """
     from common.precision.transformer_engine import transformer_engine
+    from gpt3.kernels import bias_add
 
     parallel = {}
     if config.tp > 1:
         group = collectives.process_group(tensor)
         parallel = {"tp_group": group, "tp_size": config.tp, "set_parallel_mode": True, "sequence_parallel": True}
-    return transformer_engine().TransformerLayer(
+    layer = transformer_engine().TransformerLayer(
         config.hidden,
         config.ffn * config.tp,
         config.heads * config.tp,
@@ -114,6 +115,8 @@ def te_layer(config: Config, dtype, device, tensor: str = collectives.ALONE):
         device=device,
         **parallel,
     )
+    bias_add.install(layer)
+    return layer
 
 
 class Embedding(nn.Module):
@@ -215,9 +218,9 @@ def attach_main_grads(modules):
 
 def _add_to_main_grad(parameter):
     # Autograd calls the hook of a used parameter even where its gradient is None (the tokens' rows, above).
-    if parameter.grad is None:
+    if (grad := parameter.grad) is None:
         return
-    parameter.main_grad.add_(parameter.grad)
+    parameter.main_grad.add_(grad)
     parameter.grad = None
 
 

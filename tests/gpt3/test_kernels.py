@@ -1,5 +1,7 @@
 """gpt3/kernels against plain torch: on a GPU, and through Triton's interpreter without one."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -39,6 +41,45 @@ def test_rows_that_tokens_name_get_their_gradients_and_no_others(rows, hidden, s
     others = torch.ones(rows, dtype=torch.bool).index_fill(0, tokens.flatten(), False)
     assert others.any() or rows == 64
     assert torch.equal(result[others], total[others])
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [(5, 2, 40), (3, 1, 4096)], ids=str)
+def test_bias_and_residual_are_added_with_one_rounding(shape, dtype):
+    from gpt3.kernels.bias_add import AddBias
+
+    torch.manual_seed(0)
+    x, residual, grad = (torch.randn(shape).to(dtype) for _ in range(3))
+    bias = torch.randn(shape[-1]).to(dtype)
+    ours = [tensor.to(DEVICE).requires_grad_() for tensor in (x, bias, residual)]
+    out = AddBias.apply(*ours)
+    out.backward(grad.to(DEVICE))
+    assert torch.equal(out.cpu(), (residual.float() + (x.float() + bias.float())).to(dtype))
+    assert torch.equal(ours[0].grad.cpu(), grad) and torch.equal(ours[2].grad.cpu(), grad)
+    exact = grad.double().flatten(0, 1).sum(0)
+    torch.testing.assert_close(ours[1].grad.cpu().double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+def test_layers_add_as_transformer_engine_does():
+    from gpt3.config import PRESETS
+    from gpt3.model import te_layer
+
+    device, shape = torch.device("cuda"), (PRESETS["tiny"].sequence, 2, PRESETS["tiny"].hidden)
+    layer = te_layer(PRESETS["tiny"], torch.bfloat16, device)
+    results = []
+    for add in (layer._bias_dropout_add, type(layer)._bias_dropout_add.__get__(layer)):
+        torch.manual_seed(0)
+        given = [torch.randn(size, device=device).bfloat16().requires_grad_() for size in (shape, shape[-1:], shape)]
+        out = add(*given)
+        out.float().square().sum().backward()
+        results.append([out, *[tensor.grad for tensor in given]])
+    (out, *grads), (theirs, *their_grads) = results
+    assert torch.equal(out, theirs)
+    for ours, other in zip(grads, their_grads, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu
