@@ -76,7 +76,6 @@ class State(History):
         if config.validate_every:
             self.require_held_out()
         self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in self.batches[0].items()})
-        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.adam = self._make_adam()
         self.reset()
 
@@ -143,26 +142,15 @@ class State(History):
         return self.config.counts[index % len(self.config.counts)]
 
     def begin_step(self, index: int) -> int:
-        """Pull all microbatches of step `index` into the static buffers, zero main_grad; returns how many they are."""
+        """Copy all microbatches of step `index` into the static buffers, zero main_grad; returns how many they are."""
         count = self.num_microbatches(index)
         with section("data"):
-            self.pull(self.batches[index % len(self.batches)])
+            self.inputs.load(self.batches[index % len(self.batches)])
         with section("zero gradients"):
             self.zero_grads()
             self.microbatch_losses.zero_()
             self.share.fill_(1.0 / count)
         return count
-
-    def pull(self, batch) -> None:
-        """Copy a host batch into the static buffers, on a side stream, as NVIDIA's StaticBufferLoader does."""
-        if self.side is None:
-            self.inputs.load(batch)
-            return
-        current = torch.cuda.current_stream()
-        self.side.wait_stream(current)
-        with torch.cuda.stream(self.side):
-            self.inputs.load(batch)
-        current.wait_stream(self.side)
 
     @property
     def static(self) -> tuple[torch.Tensor, ...]:
@@ -244,9 +232,9 @@ class State(History):
         collectives.all_reduce_mean_(out, self.groups.replicas)
 
     def begin_validation(self) -> None:
-        """Pull the held-out batch into the static buffers."""
+        """Copy the held-out batch into the static buffers."""
         self.require_held_out()
-        self.pull(self.held_out)
+        self.inputs.load(self.held_out)
 
     def require_held_out(self) -> None:
         if self.held_out is None:

@@ -42,9 +42,10 @@ Not captured, and why:
     storing the loss    each step stores it at another address; a graph always writes to the same ones
 The validation does not run in each step, so it is not in this graph. It has a graph of its own (validation.py).
 
-Copied in      tokens and targets of all microbatches, to state.inputs, by begin_step. A second stream copies, ordered
-               by waits as if it were the step's stream. begin_step also fills state.share, a microbatch's share of
-               the loss: 1 / number of microbatches. The validation's batch is copied to state.inputs in the same way.
+Copied in      tokens and targets of all microbatches, to state.inputs, by begin_step, on the step's stream. NVIDIA's
+               StaticBufferLoader copies on a second one, which the step waits for, so that nothing overlaps.
+               begin_step also fills state.share, a microbatch's share of the loss: 1 / number of microbatches. The
+               validation's batch is copied to state.inputs in the same way.
 Read in time   end_step reads state.microbatch_losses before the next replay overwrites them, and the gradient norm
                before the next update does. Clip and Adam read main_grad before the next step zeroes it. The validation
                has losses of its own.

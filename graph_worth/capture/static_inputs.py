@@ -12,8 +12,9 @@ class DoubleBuffered:
     and dtypes (ValueError names the one that does not fit), `reset()` goes back to batch 0.
 
     On CUDA a batch goes from the host to one of two staging sets on a stream of its own, while the step before runs,
-    and from there to the buffers on the caller's stream. Only the device waits: the host never does, but for the
-    source. Batches should be pinned; torch's allocator of pinned memory keeps theirs until the copy is done.
+    and from there to the buffers on the caller's stream. Kernels on that stream would slow all replays of the process,
+    copies from the host do not (docs/one_stream.md). Only the device waits: the host never does, but for the source.
+    Batches should be pinned; torch's allocator of pinned memory keeps theirs until the copy is done.
     On the CPU a batch is copied into the buffers and nothing is read ahead.
     """
 

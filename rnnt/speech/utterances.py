@@ -34,8 +34,9 @@ class Speech:
     `texts`: normalised transcripts of the batch that `next` gave last. `num_batches`: of this rank in one pass over the
     utterances.
 
-    A thread makes batches ahead, on CUDA on a stream of its own. `next` waits for that thread where no batch is ready,
-    and lets the current stream wait for the features.
+    A thread makes batches ahead, on CUDA on a stream of its own, since it launches kernels while the step's stream may
+    be captured. These slow replays of small kernels (docs/one_stream.md). `next` waits for that thread where no batch
+    is ready, and lets the current stream wait for the features.
     """
 
     # Lengths never come again.

@@ -72,7 +72,7 @@ def reference_loss(tensors, tokens, targets):
 
 def test_a_checkpoint_computes_what_llama_3_1_is_defined_to(folder):
     state = make(dtype=torch.float32, precision="bf16", main_grad="fp32", checkpoint=str(folder))
-    state.pull(state.batches[0])
+    state.inputs.load(state.batches[0])
     for microbatch in range(TINY.microbatches):
         tokens, targets = (state.inputs[name][microbatch][:, 0] for name in ("tokens", "targets"))
         with torch.no_grad():
