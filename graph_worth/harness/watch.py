@@ -27,7 +27,8 @@ HOOK = PACKAGE / "your_step" / "hook"
 FOLDER = "GRAPH_WORTH_WATCH"
 NEEDED = 30
 # Of what a process has told, see ScriptWatch of graph_worth/your_step/script_watch.py.
-KEPT = ("steps", "optimizer", "num_calls", "step_ms", "busy_ms", "graph_share", "shapes", "error")
+KEPT = ("steps", "optimizer", "num_calls", "step_ms", "busy_ms", "graph_share", "second_streams", "shapes", "error")
+SECOND_STREAM = "second stream: {}; a graph of kernels this short replays up to 10 % faster where all are on one"
 NOT_SEEN = {
     "": "no Python process has loaded the watch, which -I, -E and -S of Python pass over, and Python before 3.11",
     "python": "the script has imported no torch",
@@ -79,7 +80,9 @@ def text_of(folder: Path) -> str:
         return "\n".join([*lines, f"fewer than {NEEDED} steps were made: ten, then twenty that are looked at"])
     lines.append(f"a step is a call of step() of {report['optimizer']}")
     lines += [f"  in it are {count:g} calls of {name}" for name, count in report["num_calls"].items()]
-    lines += [_pace(report), *_reads(report)]
+    lines.append(_pace(report))
+    lines += [SECOND_STREAM.format(line or "set by no line of the script") for line in report.get("second_streams", [])]
+    lines += _reads(report)
     for name, shapes in report.get("shapes", {}).items():
         if len(shapes) > 1:
             kinds = "; ".join(" ".join(str(list(shape)) for shape in input_shapes) for input_shapes in shapes)

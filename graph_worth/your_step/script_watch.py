@@ -27,6 +27,8 @@ AFTER, TIMED, HEAT, PROFILED, READ = 10, 10, 2, 3, 5
 # Calls of the busiest optimizer after which the one that is called least often need not have AFTER.
 MOST_WAITED = 10 * AFTER
 MOST_SHAPES = 8
+# Microseconds. A graph of shorter kernels gains where the process keeps to one stream.
+SHORT_US = 20
 
 
 class ScriptWatch:
@@ -34,7 +36,8 @@ class ScriptWatch:
 
     Args:
         folder: gets a JSON file of what is known so far: "steps" that have ended, "num_calls" of other optimizers in a
-            step, "step_ms", "busy_ms" and "graph_share" on a GPU, "reads" (line, call, number in a step), "shapes".
+            step, "step_ms", "busy_ms", "graph_share" and "second_streams" (lines) on a GPU, "reads" (line, call, number
+            in a step), "shapes".
     """
 
     def __init__(self, folder: str):
@@ -129,7 +132,9 @@ class ScriptWatch:
         with _shapes() as shapes:
             if on_gpu:
                 profile = kernel_trace.Profile()
-                yield from kernel_trace.profiled(profile, PROFILED, HEAT)
+                with _streams_set() as lines:
+                    yield from kernel_trace.profiled(profile, PROFILED, HEAT)
+                self._told["second_streams"] = second_streams(kernel_trace.gpu_work(profile.events), lines)
                 facts = kernel_trace.facts(profile.events, PROFILED)
                 self._told |= {name: facts[name] for name in ("busy_ms", "graph_share")}
                 self._write()
@@ -143,6 +148,34 @@ class ScriptWatch:
                 reads.update((with_library(call.place), call.name) for call in record.refused if not call.place.through)
         self._told["reads"] = [[line, name, number / READ] for (line, name), number in reads.items()]
         self._told["shapes"] = {name: sorted(class_shapes)[:MOST_SHAPES] for name, class_shapes in shapes.items()}
+
+
+def second_streams(work: list[dict], lines) -> list[str]:
+    """Return the lines that set a stream if short kernels run on several streams; [""] if no line did.
+
+    work: of `kernel_trace.gpu_work`. Streams within a graph count as one.
+    """
+    kernels = [event for event in work if event["is_kernel"]]
+    streams = {"graph" if event["by_graph"] else event["stream"] for event in kernels}
+    in_graphs = Counter(event["stream"] for event in kernels if event["by_graph"])
+    if streams & {stream for stream, _ in in_graphs.most_common(1)}:
+        streams.discard("graph")
+    is_long = sum(event["duration_us"] for event in kernels) >= SHORT_US * len(kernels)
+    return [] if is_long or len(streams) < 2 else sorted(lines) or [""]
+
+
+@contextlib.contextmanager
+def _streams_set():
+    """Yield the lines of the user's code that set another stream."""
+    lines: set[str] = set()
+    original = torch.cuda.set_stream
+
+    def set_stream(stream):
+        lines.add(place_of_call().own)
+        original(stream)
+
+    with mock.patch.object(torch.cuda, "set_stream", set_stream):
+        yield lines
 
 
 @contextlib.contextmanager

@@ -156,6 +156,8 @@ TOLD |= {"optimizer": "Adam at a.py:1", "num_calls": {}, "reads": [], "shapes": 
         ({"step_ms": 10.05}, "busy for 10 ms of it: a graph has little to remove\n"),
         ({"graph_share": 0.98}, "1.50x at most; graphs launch 98 % of its kernels already\n"),
         ({"busy_ms": None}, "step 15 ms; the GPU's busy time was not seen\n"),
+        ({"second_streams": ["a.py:7"]}, "1.50x at most\nsecond stream: a.py:7; a graph of kernels this short"),
+        ({"second_streams": [""]}, "\nsecond stream: set by no line of the script; "),
         ({"error": "RuntimeError: profiler"}, "the watch has ended early: RuntimeError: profiler\n"),
     ],
 )
@@ -170,10 +172,13 @@ TRAIN_ON_GPU = """
 import torch
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(20)]).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
+side, noise = torch.cuda.Stream(), torch.zeros(8, device="cuda")
 for index in range(50):
     optimizer.zero_grad()
     loss = model(torch.randn(8, 64, device="cuda")).square().mean()
     loss.backward()
+    with torch.cuda.stream(side):
+        noise.normal_()
     optimizer.step()
     loss.cpu()
 """
@@ -185,4 +190,5 @@ def test_on_a_gpu_the_busy_time_and_the_line_that_waits_are_seen(tmp_path):
     words = [sys.executable, "-m", "benchmarks.watch", "--", sys.executable, str(tmp_path / "train.py")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "x at most" in done.stderr, done.stderr
-    assert f"{tmp_path}/train.py:10: a CUDA operation, 1 in a step" in done.stderr
+    assert f"{tmp_path}/train.py:13: a CUDA operation, 1 in a step" in done.stderr
+    assert f"second stream: {tmp_path}/train.py:10;" in done.stderr
