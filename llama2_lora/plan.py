@@ -87,9 +87,9 @@ def built_sizes(config: Config) -> list[int]:
     # The adapters: values and gradients in bf16; gradient, master and two moments in FP32.
     sizes += [2 * num_trainable(c)] * 2 + [4 * num_trainable(c)] * 4
     sizes += [math.prod(shape) * element_bytes(c, kind) for shape, kind in workspace(c).values()]
-    # The history of amaxes; tables of RoPE; tokens, targets, positions; mask and shares of the loss.
+    # The history of amaxes; tables of RoPE; tokens, targets, positions; shares of the loss.
     sizes.append(4 * c.amax_history * c.layers * len(lora_config.SCALES))
-    return sizes + [2 * c.sequence * c.head_dim] * 2 + [8 * c.tokens] * 3 + [4 * c.tokens] * 2
+    return sizes + [2 * c.sequence * c.head_dim] * 2 + [8 * c.tokens] * 3 + [4 * c.tokens]
 
 
 def fixed_bytes(config: Config) -> int:

@@ -60,7 +60,6 @@ class State(History):
         self.windows = open_windows(config, self.place.data_rank, self.ranks.dp, HELD_OUT_WINDOWS)
         self.batches = [self._host_batch(self.windows.batch(index)) for index in range(config.batches)]
         self.inputs = StaticInputs({name: tensor.to(device, copy=True) for name, tensor in self.batches[0].items()})
-        self.weights_of_tokens = torch.zeros(config.tokens, device=device)
         formats = Formats.of(config)
         self.adapters = Adapters(config, formats.main, device, self.tensor.rank)
         weights = FrozenWeights(config, formats, device, checkpoint, self.tensor.rank, self.tensor.group)
@@ -75,7 +74,7 @@ class State(History):
         self.reset()
 
     def _make_stack(self, formats, weights):
-        config, inputs = self.config.shard, {**self.inputs.buffers, "weights": self.weights_of_tokens}
+        config, inputs = self.config.shard, self.inputs.buffers
         if self.kind != "handwritten":
             from llama2_lora.layers.module_stack import ModuleStack
 
@@ -100,20 +99,16 @@ class State(History):
     def load_window(self, index: int):
         """Copy the window of step `index` into the static buffers."""
         with section("data"):
-            self._load(self.batches[index % len(self.batches)])
-
-    def _load(self, batch):
-        """The loss is the mean over a window's unmasked tokens: each has the weight 1 / their number."""
-        self.inputs.load(batch)
-        mask = self.inputs["loss_mask"]
-        count = mask.sum()
-        if self.config.cp > 1:
-            collectives.all_reduce_sum_(count, self.context)
-        torch.div(mask, count.clamp_(min=1.0), out=self.weights_of_tokens)
+            self.inputs.load(self.batches[index % len(self.batches)])
 
     def _host_batch(self, window):
-        """This rank's part of a window: name -> host tensor, pinned for an asynchronous copy."""
-        batch = own_part(window, self.config, self.place.context_rank)
+        """This rank's part of a window: name -> host tensor, pinned for an asynchronous copy.
+
+        The loss is the mean over a window's unmasked tokens: `weights` is 1 / their number at each of these, else 0.
+        """
+        weights = window.loss_mask / window.loss_mask.sum().clamp(min=1.0)
+        batch = own_part(window._replace(loss_mask=weights), self.config, self.place.context_rank)
+        batch["weights"] = batch.pop("loss_mask")
         return {name: t.pin_memory() for name, t in batch.items()} if self.device.type == "cuda" else batch
 
     @torch.no_grad()
@@ -150,7 +145,7 @@ class State(History):
             raise Unsupported(f"{self.windows.name} is too short to hold windows out")
         loss = 0.0
         for index in range(self.windows.num_held_out):
-            self._load(self._host_batch(self.windows.held_out(index)))
+            self.inputs.load(self._host_batch(self.windows.held_out(index)))
             self.stack.evaluate()
             part = self.stack.loss.clone()
             collectives.all_reduce_sum_(part, self.context)

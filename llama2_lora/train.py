@@ -55,10 +55,10 @@ In plain torch, the capture of graph_layer and a step are:
     for graph in backward: graph.replay()               # in the order of capture
     update(), keep_loss(index)                          # read what the graphs wrote
 
-Copied in      the window: `load_window` copies it from host memory into the static inputs, buffers that never move, and
-               computes the tokens' weights there. With --cp it counts the unmasked tokens of all ranks of the window.
-               A graph reads base weights, adapters, FP8 scales, optimizer state and layers' buffers where they lie. In
-               graph_layer the eager `embed` and `compute_loss` write straight into the buffers that graphs read next.
+Copied in      the window, with the tokens' weights: `load_window` copies it from host memory into the static inputs,
+               buffers that never move. A graph reads base weights, adapters, FP8 scales, optimizer state and layers'
+               buffers where they lie. In graph_layer the eager `embed` and `compute_loss` write straight into the
+               buffers that graphs read next.
 Read in time   `keep_loss` copies loss and gradient norm before the next step overwrites them. Where `update` is eager,
                it reads the adapters' gradients and the largest magnitudes for FP8 before the next replays overwrite
                them. Copies, replays and `update` use one stream, so the GPU keeps their order.
@@ -128,7 +128,7 @@ MARK_EVERY = 16
 )
 def eager_step(state: State, index: int):
     """Train on window `index`. Nothing in it waits for the GPU."""
-    state.load_window(index)  # copies tokens, targets, mask, positions and documents' bounds, computes weights
+    state.load_window(index)  # copies tokens, targets, the tokens' weights, positions and documents' bounds
     training_step(state)
     state.keep_loss(index)  # copies loss and gradient norm to their history on the GPU
 

@@ -47,7 +47,7 @@ def built_and_predicted(**changes):
     state.stack.operators._positions = state.stack.attention._own = state.stack.attention._keys = None
     state.batches, state.losses, state.grad_norms = [], None, None
     gc.collect()
-    built = bytes_of_storages(state.stack, state.adapters, state.adam, state.inputs, state.weights_of_tokens)
+    built = bytes_of_storages(state.stack, state.adapters, state.adam, state.inputs)
     # Attention's output is allocated by its forward, not at build.
     kept = sum(size for name, size in plans.items(config).items() if name != "attention")
     return built, sum(plans.built_sizes(config)) + config.layers * kept

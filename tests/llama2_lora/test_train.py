@@ -117,8 +117,8 @@ def test_a_step_is_the_recipes():
     state.adam.reset()
     master = state.adam.masters[0].clone()
     state.load_window(1)
-    mask = state.batches[1]["loss_mask"]
-    assert torch.equal(state.weights_of_tokens, mask / mask.sum()) and 0 < mask.sum() < 64
+    mask = state.windows.batch(1).loss_mask
+    assert torch.equal(state.inputs["weights"], mask / mask.sum()) and 0 < mask.sum() < 64
     train.forward_and_backward(state)
     grad = state.adapters.grads.float()
     train.update(state)
