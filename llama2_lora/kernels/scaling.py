@@ -60,7 +60,7 @@ class Scaling:
         scale = (self.largest / amax).clamp(max=torch.finfo(torch.float32).max)
         scale = torch.where((amax > 0) & (amax < math.inf), scale, self.scale[:, 0])
         self.scale.copy_(scale[:, None].expand_as(self.scale))
-        self.inverse.copy_((1.0 / scale)[:, None].expand_as(self.inverse))
+        torch.reciprocal(self.scale, out=self.inverse)
         self.amax.zero_()
 
     def reset(self) -> None:
