@@ -43,10 +43,3 @@ class AddBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, grad.flatten(0, -2).sum(0), grad
-
-
-def install(layer) -> None:
-    """Let a te.TransformerLayer without dropout add by this kernel."""
-    assert not layer.hidden_dropout
-    # drop_path is None: te_layer gives none.
-    layer._bias_dropout_add = lambda x, bias, residual, drop_path=None: AddBias.apply(x, bias, residual)

@@ -13,19 +13,15 @@ import torch.nn.functional as F
 from llama2_lora.config import Config
 
 
-def split_qkv(config: Config, qkv):
-    """[s, (heads + 2 kv) dim] -> views q, k, v."""
-    parts = qkv.split([config.q_width, config.kv_width, config.kv_width], 1)
-    return [part.view(qkv.shape[0], -1, config.head_dim) for part in parts]
-
-
 class Attention:
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, inputs=None):
         self.config = config
 
     def split(self, qkv):
-        """q, k, v of the fused projection's output, as forward and backward take them."""
-        return split_qkv(self.config, qkv)
+        """q, k, v as forward and backward take them: views of [s, (heads + 2 kv) dim]."""
+        c = self.config
+        parts = qkv.split([c.q_width, c.kv_width, c.kv_width], 1)
+        return [part.view(qkv.shape[0], -1, c.head_dim) for part in parts]
 
 
 class PlainAttention(Attention):
@@ -65,9 +61,6 @@ class CudnnAttention(Attention):
 
     # The overload itself: looking it up by its arguments, as calls of the packet do, costs the host 4 us.
     _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-
-    def __init__(self, config: Config, inputs):
-        super().__init__(config)
 
     def split(self, qkv):
         return [tensor.transpose(0, 1)[None] for tensor in super().split(qkv)]
