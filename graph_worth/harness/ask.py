@@ -53,7 +53,8 @@ class Options:
         model: a name, some with commas, or all.
         flags: of the training script.
         is_census: eager and one graph, with the losses of the blocks as parity.
-        end_s: time.monotonic() by which the last cycle is to end.
+        cycles_s: seconds for the cycles of a build, see `Settings`.
+        doctor_s: seconds that were spent on the step before the run.
         tolerance: of losses in blocks, where a variant declares none.
     """
 
@@ -86,7 +87,8 @@ class Options:
     python: str | None = _flag(None, "interpreter of the training script (this one)", "PATH")
     flags: list[str] = field(default_factory=list)
     is_census: bool = False
-    end_s: float | None = None
+    cycles_s: float | None = None
+    doctor_s: float = 0.0
     tolerance: float | None = None
 
 
@@ -198,7 +200,8 @@ def ask_of(args: Options, model: str, machine: dict) -> Ask:
             measured |= {variant for group in groups.values() if group is not variants for variant in group}
             # Eagers alone say nothing that another build has not said.
             if {description["kinds"][variant] for variant in variants} != {"eager"} or not measured >= set(variants):
-                has_control = not args.no_control
+                # It shows how far equal programs differ on this host, once.
+                has_control = not args.no_control and all(fields != build.fields for build in request.builds)
                 request.builds.append(_build(request, name, fields, variants, has_control, apart))
     if not request.builds:
         raise Mistake(f"no build of {model} has both an eager variant and those of --variants {args.variants}")

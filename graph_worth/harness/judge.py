@@ -156,7 +156,7 @@ class Judged:
     def unchecked(self, name: str) -> str:
         """Return what no check looked at in a variant, as "no audits, no control"; "" where all was looked at."""
         build, variant = self.build, self.build.variants[name]
-        anchor, control = build.variants.get(build.anchor, variant), build.variants.get(self.run.control)
+        anchor, control = build.variants.get(build.anchor, variant), self.run.control
         raised = next((audit.raised for audit in (*variant.audits, *anchor.audits) if audit.raised), "")
         reason = f": {' '.join(raised.split())[:100]}" if raised else ""
         missing, number = [], len(variant.audits) - len(checks.repeated(variant))
@@ -173,7 +173,9 @@ class Judged:
             drawing = build.variants.get(last)
             if drawing is not None and "draws" in drawing.traits and checks.reference_of(build, last) == last:
                 missing.append(f"the losses of {last}, which draws other random numbers than {build.anchor}")
-        if control is None or not control.blocks:
+        # A run has it in one of the processes of a state.
+        alike = [known.variants for known in self.run.builds.values() if known.fields == build.fields]
+        if not any(variants[control].blocks for variants in alike if control in variants):
             missing.append("no control")
         if self.run.device == "cuda" and variant.kind == "graph" and self.ceiling_of(name) == Noted():
             missing.append("no ceiling")

@@ -16,6 +16,7 @@ otherwise; 2 for a mistake on the command line; 130 after Ctrl-C.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -31,8 +32,8 @@ from graph_worth.folders import OWN_STEP
 from graph_worth.harness import ask, command, judge
 from graph_worth.harness.ask import Options
 from graph_worth.harness.builds.build_measurement import BuildMeasurement
-from graph_worth.harness.builds.build_worker import Interrupted, OutOfVariants
-from graph_worth.harness.builds.request import Settings
+from graph_worth.harness.builds.build_worker import Ahead, BuildWorker, Interrupted, OutOfVariants
+from graph_worth.harness.builds.request import FEWEST_CYCLES, Settings
 from graph_worth.harness.command import Mistake, shown
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Run
@@ -87,6 +88,8 @@ def open_run(request: ask.Ask, args: Options) -> Partial:
             begun.close()
     fresh = Partial(request.group / f"{header['id']}{partial.SUFFIX}")
     fresh.add("header", **header)
+    if args.doctor_s:
+        fresh.add("seconds", phase="doctor", seconds=args.doctor_s)
     return fresh
 
 
@@ -139,33 +142,42 @@ def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> N
     Raises:
         Interrupted: there are cycles, and the worker of a build that ran does not start, or was ended from outside.
     """
-    settings = settings_of(args, request.preset)
-    for number, build in enumerate(request.builds):
-        if len(request.builds) > 1:
-            names = ", ".join(name for name in build.variants if name != CONTROL)
-            title = run_table.build_title(build.name, build.fields, build.apart) or "the preset as it is"
-            _say(f"{number + 1} of {len(request.builds)}: {title}: {names}")
-        measurement = BuildMeasurement(build, _share(settings, len(request.builds) - number), facts, log, _say)
-        try:
-            measurement.measure()
-        except OutOfVariants as end:
-            measurement.leave_out_rest(measurement.kind_of_eagers(), str(end))
-        except Interrupted as end:
-            raise Interrupted(_goes_on(end, facts)) from None
-        except WorkerEnded as end:
-            is_of_host = facts.of("worker", build=build.name) or end.is_from_outside
-            if is_of_host and facts.of("cycle"):
-                raise Interrupted(_goes_on(end, facts)) from None
-            measurement.leave_out_rest(*(("unsupported", end.reason) if end.is_refusal else (end.kind, str(end))))
+    settings, ahead, number = settings_of(args, request.preset), Ahead(), 0
+    fewest = settings.cycles if settings.cycles_s is None else min(FEWEST_CYCLES, settings.least_cycles)
+    try:
+        for _, builds in itertools.groupby(request.builds, key=lambda build: build.fields):
+            usual, *apart = builds
+            measured: list[BuildMeasurement] = []
+            # The usual build is the last: its blocks, and the base alone, are to be near each other in time.
+            for build in [*apart, usual]:
+                number += 1
+                if len(request.builds) > 1:
+                    names = ", ".join(name for name in build.variants if name != CONTROL)
+                    title = run_table.build_title(build.name, build.fields, build.apart) or "the preset as it is"
+                    _say(f"{number} of {len(request.builds)}: {title}: {names}")
+                of_build = settings if build is usual else replace(settings, cycles=fewest)
+                measured.append(BuildMeasurement(BuildWorker(build, of_build, facts, log, _say, ahead)))
+                _measure_build(measured[-1], facts)
+            for base in dict.fromkeys(build.base for build in measured if build.base and not settings.is_census):
+                alike = [build for build in measured if build.base == base]
+                alike[-1].measure_base(alike)
+    finally:
+        ahead.end()
     facts.add("end", end_utc=partial.utc())
 
 
-def _share(settings: Settings, builds_left: int) -> Settings:
-    """The settings with as much of the time that is left as each build has that is left."""
-    if settings.end_s is None:
-        return settings
-    now_s = time.monotonic()
-    return replace(settings, end_s=now_s + max(0.0, settings.end_s - now_s) / builds_left)
+def _measure_build(measurement: BuildMeasurement, facts: Partial) -> None:
+    try:
+        measurement.measure()
+    except OutOfVariants as end:
+        measurement.leave_out_rest(measurement.kind_of_eagers(), str(end))
+    except Interrupted as end:
+        raise Interrupted(_goes_on(end, facts)) from None
+    except WorkerEnded as end:
+        is_of_host = facts.of("worker", build=measurement.request.name) or end.is_from_outside
+        if is_of_host and facts.of("cycle"):
+            raise Interrupted(_goes_on(end, facts)) from None
+        measurement.leave_out_rest(*(("unsupported", end.reason) if end.is_refusal else (end.kind, str(end))))
 
 
 def _goes_on(end, facts) -> str:

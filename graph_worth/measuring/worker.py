@@ -13,7 +13,8 @@ commands until that process hangs up. Each command is an object with "do", each 
     block    variant, untimed, timed, drained  see graph_worth/measuring/block.py
     profile  variant, steps                    kernels, busy time, share launched by graphs, waiting for other ranks
     course   variant, first, steps             losses and hash of untimed steps from the seeded start
-    alone    variant, steps                    memory and times of steps, where it is the only variant of the process
+    alone    variant, steps, seconds, keep     memory and times of steps beside no other variant; with `seconds` of as
+                                               many steps as take that long
 
 Rank 0 is told; the other ranks follow it. All variants share one training, so each is entered before its steps and left
 after them.
@@ -51,7 +52,7 @@ from graph_worth.measuring.channel import Channel, Closed
 from graph_worth.measuring.course import Course
 from graph_worth.parallel.host_messages import barrier, of_all_ranks, of_first_rank
 
-PROFILE_HEAT_S, LEAST_COURSE, PACE_S = 0.5, 3, 0.05
+PROFILE_HEAT_S, LEAST_COURSE, LEAST_ALONE, PACE_S = 0.5, 3, 2, 0.05
 
 
 def serve(model, device: torch.device, rank: int = 0, world_size: int = 1, fault: str = "") -> None:
@@ -137,7 +138,7 @@ class Worker:
             status, reason = variants.status_of(error, self.device)
             if status is None:
                 traceback.print_exc()
-            may_go_on = status == "unsupported" or (status == "oom" and command["do"] in ("capture", "parity"))
+            may_go_on = status == "unsupported" or (status == "oom" and command["do"] in ("alone", "capture", "parity"))
             # The frames hold tensors.
             error.__traceback__ = None
         is_fatal = not may_go_on or self.world_size > 1 or self._outlived(command, before)
@@ -294,20 +295,33 @@ class Worker:
         return of_first_rank({"operator_us": operator_us(PACE_S)})
 
     def do_alone(self, command):
-        """Make steps of a variant that nothing but the state was made beside, and tell the memory that it needs."""
-        name = command["variant"]
+        """Make steps of a variant beside which torch holds nothing but the state, and tell the memory that it needs.
+
+        "left_bytes": what torch's allocator still holds of it at the end.
+        """
+        name, before = command["variant"], self._settled_bytes()
         block.forget_peak(self.device)
         self.do_capture(command)
         capture = block.peak(self.device).get("peak_reserved_bytes", 0)
         block.forget_peak(self.device)
+        index, steps = itertools.count(), command["steps"]
         with self._entered(name, self.kept[name]):
             self.training.reset()
-            step_ms, _ = block.timed_steps(self.kept[name], itertools.count(), command["steps"], self.device)
+            if command["seconds"]:
+                start_s = time.monotonic()
+                self.kept[name].step(next(index))
+                variants.synchronize()
+                fitting = command["seconds"] / (time.monotonic() - start_s)
+                steps = of_first_rank(max(LEAST_ALONE, min(steps, int(fitting))))
+            step_ms, _ = block.timed_steps(self.kept[name], index, steps, self.device)
         peaks = block.peak(self.device)
         if peaks:
             peaks["steps_reserved_bytes"] = peaks["peak_reserved_bytes"]
             peaks["peak_reserved_bytes"] = max(capture, peaks["peak_reserved_bytes"])
-        return {"step_ms": [round(ms, 5) for ms in step_ms], **peaks}
+        if not command["keep"]:
+            self._release(self.kept.pop(name))
+        left = self._settled_bytes() - before
+        return {"step_ms": [round(ms, 5) for ms in step_ms], "left_bytes": left, **peaks}
 
     # --- parts
 
@@ -394,6 +408,12 @@ class Worker:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _settled_bytes(self):
+        """What torch's allocator holds after a reset, which drops gradients, without its cache."""
+        self.training.reset()
+        self._settle_memory()
+        return memory.reserved_bytes(self.device)
 
     def _release(self, variant):
         variants.leave(variant)

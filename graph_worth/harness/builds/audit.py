@@ -23,10 +23,10 @@ def missing(partial: Partial, build: str, variants: list[str]) -> Iterator[tuple
     """Yield (variant, command) of each audit that the facts do not have, in rounds, the base first."""
     plan = partial.of("plan", build=build)[-1]
     order = sorted(variants, key=lambda name: name != plan["base"])
-    # Whole periods of batches, where a block has some.
+    # Whole periods of batches, where a block has some; none is drained, for no clock of an audit counts.
     timed, period = plan["steps"]["timed"], plan.get("period") or 1
     periods = math.ceil(max(2, math.ceil(timed * SHARE_OF_BLOCK)) / period)
-    steps = plan["steps"] | {"timed": min(timed, period * periods)}
+    steps = plan["steps"] | {"timed": min(timed, period * periods), "drained": 0}
     is_long = plan["paces"].get(plan["base"], {"ms": 0.0})["ms"] > block_plan.LONG_STEP_MS or not steps["resets_each"]
     for number in range(1 if is_long else AUDITS):
         for variant in order:
@@ -47,5 +47,5 @@ def repetitions(partial: Partial, build: str, references: dict[str, str]) -> lis
         if audit["variant"] in references and audit["seed"] not in done and "ended" not in audit:
             steps = {key: audit[key] for key in STEPS}
             command = {"do": "block", **steps, "reset": True, "seed": audit["seed"], "first": audit["first"]}
-            commands.append((references[audit["variant"]], command))
+            commands.append((references[audit["variant"]], command | {"build": build}))
     return sorted(commands, key=lambda item: (item[0] != plan["base"], item[0]))

@@ -8,16 +8,14 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 from graph_worth.harness import checks, intervals, judge
 from graph_worth.harness.builds import audit, block_plan
 from graph_worth.harness.builds.build_worker import BuildWorker, OutOfVariants, TryAgain
-from graph_worth.harness.builds.request import FEWEST_CYCLES, BuildRequest, Settings
+from graph_worth.harness.builds.request import FEWEST_CYCLES
 from graph_worth.harness.checks import Fault
 from graph_worth.harness.files import partial
-from graph_worth.harness.files.partial import Partial
 from graph_worth.harness.processes import locks
 from graph_worth.harness.processes.host_load import busy_processes
 
@@ -29,7 +27,7 @@ AUTO_MINUTES = 10.0
 # `auto` looks at all cycles but these: a rule that stops at once stops where the scatter is small by luck.
 LATER_CYCLES = 4
 STEPS_AFTER_BLOCKS = 5
-ALONE_S, MOST_ALONE_STEPS = 0.5, 10
+ALONE = {"do": "alone", "steps": 10, "seconds": 0.5, "keep": True}
 PILOT_STEPS = 10
 MOST_BLOCKS_AGAIN, MOST_AGAIN_S = 12, 30.0
 
@@ -37,27 +35,27 @@ MOST_BLOCKS_AGAIN, MOST_AGAIN_S = 12, 30.0
 class BuildMeasurement:
     """The measurement of one build. `measure` does all of it, or the part that the facts do not have yet."""
 
-    def __init__(
-        self, request: BuildRequest, settings: Settings, facts: Partial, log: Path, say: Callable[[str], None]
-    ):
-        self.request, self.settings, self.partial, self.say = request, settings, facts, say
-        self.worker = BuildWorker(request, settings, facts, log, say)
+    def __init__(self, worker: BuildWorker):
+        self.worker, self.request, self.settings = worker, worker.request, worker.settings
+        self.partial, self.say = worker.partial, worker.say
         self.began_s = time.monotonic()
 
     def measure(self) -> None:
         """Measure the build; OutOfVariants where eager, or every eager variant, cannot run."""
         phases = [self._measure_cycles, self._look_again, self._profile]
         if not self.settings.is_census:
-            phases = [self._check_parity, self._measure_cycles, self._look_again, self._audit, self._profile]
-            phases += [self._check_parity_afterwards, self._measure_alone]
+            first = [self._measure_first_alone, self._check_parity]
+            # A model with other kernels for parity has a process for it.
+            phases = [*first[:: -1 if self.request.parity_environment else 1], self._measure_cycles, self._look_again]
+            phases += [self._audit, self._profile, self._check_parity_afterwards, self._measure_memory]
         try:
             for phase in phases:
                 self._finish(phase)
         except KeyboardInterrupt:
-            self.worker.close(is_at_once=True)
+            self.worker.end(is_at_once=True)
             raise
         finally:
-            self.worker.close()
+            self.worker.end()
 
     def kind_of_eagers(self) -> str:
         """Return the kind of `Raised` of the eager variants that were left out; "error" where they differ."""
@@ -88,13 +86,15 @@ class BuildMeasurement:
             if missing:
                 self.say(f"  parity of {_counted(missing)}, with deterministic kernels")
             for variant in missing:
-                is_kept = self.settings.compiles_once and self.request.variants[variant]["kind"] == "compile"
-                command = {"do": "parity", "keep": is_kept, **self._parity_steps()}
+                command = {"do": "parity", "keep": self._is_kept(variant), **self._parity_steps()}
                 self._add("parity", variant, **self.worker.ask(variant, command, parity=True))
                 if self.request.parity_environment is not None:
                     self.worker.start_ahead()
             if self.request.parity_environment is not None:
                 self.worker.end()
+
+    def _is_kept(self, variant) -> bool:
+        return self.settings.compiles_once and self.request.variants[variant]["kind"] == "compile"
 
     def _parity_steps(self):
         """Steps of a parity check, and the seconds after which the first one stops. All make the same steps."""
@@ -111,7 +111,7 @@ class BuildMeasurement:
         if plan["paces"][plan["base"]]["ms"] > block_plan.LONG_STEP_MS:
             first = min(first, 4)
         command = {"do": "course", "first": first, "steps": 2 if self.settings.is_short else STEPS_AFTER_BLOCKS}
-        if self._alone():
+        if self.settings.audits or self._has_gpu():
             self.worker.start_ahead()
         with self._timed("parity"):
             for variant in self._missing("course", twice=True):
@@ -130,7 +130,7 @@ class BuildMeasurement:
         pace: dict = {}
         beside = {"busy": self.settings.host_load if number % 2 else 0, "others": locks.num_others()}
         others = [name for name in self.worker.remaining() if name != base]
-        others += [self.settings.control] if self.settings.control else []
+        others += [self.settings.control] if self.settings.control in self.request.variants else []
         seed = f"{self.partial.facts[0]['id']} {self.request.name} {number}"
         order = block_plan.order_of_cycle(base, others, seed)
         first = block_plan.first_step(plan.get("period"), seed)
@@ -220,9 +220,9 @@ class BuildMeasurement:
     def _is_enough(self) -> bool:
         """Return whether the run has all cycles. `auto` asks for narrow intervals, and never looks at the ratios."""
         is_auto, minutes, cycles = self.settings.cycles == "auto", self.settings.minutes, self._of("cycle")
-        end_s = math.inf if self.settings.end_s is None else self.settings.end_s
+        most_s = math.inf if self.settings.cycles_s is None else self.settings.cycles_s
         # The clock alone decides, so a run does not end because its result pleases.
-        if len(cycles) >= FEWEST_CYCLES and time.monotonic() + cycles[-1]["seconds"] > end_s:
+        if len(cycles) >= FEWEST_CYCLES and math.fsum(cycle["seconds"] for cycle in [*cycles, cycles[-1]]) > most_s:
             return True
         if len(cycles) < self.settings.least_cycles:
             return False
@@ -286,59 +286,85 @@ class BuildMeasurement:
                 facts = {key: command[key] for key in ("number", "seed", "first", *audit.STEPS)}
                 self._add("audit", variant, **facts, **(_trained(answer) if "losses" in answer else answer))
 
-    def _measure_alone(self):
-        """Give headline variants and graphs a process each, for memory, and let eager repeat the audits in one."""
-        asks_of_processes = self._alone()
-        if not asks_of_processes:
+    def _measure_first_alone(self):
+        """Measure memory in the process of the blocks while torch holds nothing there of another variant."""
+        if self._of("cycle") or self.worker.apart or self.worker.shares or not self.worker.is_fresh():
             return
-        names = [name for name, asks in asks_of_processes.items() if asks[0][1]["do"] == "alone"]
-        what = [f"memory of {_counted(names)}, each alone in a process"] if names else []
-        is_repeated = any("seed" in command for asks in asks_of_processes.values() for _, command in asks)
-        what += ["audits by eager in a process of its own"] if is_repeated else []
-        self.say(f"  {', '.join(what)}")
+        is_only = self.worker.ahead.worker is None
+        for variant in self._missing_memory():
+            self.say(f"  memory of {variant} by itself")
+            with self._timed("alone"):
+                answer = self.worker.try_ask(variant, ALONE | {"keep": self._is_kept(variant)})
+            if "step_ms" not in answer:
+                # Parity says why.
+                return
+            self._add("alone", variant, is_only=is_only, **answer)
+            if answer["left_bytes"] > 0:
+                return
+            # The driver counts kernels that the first one has loaded.
+            is_only = False
+
+    def _measure_memory(self):
+        """Give the other headline variants and graphs a process each, for their memory."""
+        missing = self._missing_memory()
+        if missing:
+            self.say(f"  memory of {_counted(missing)}, each alone in a process")
         with self._timed("alone"):
-            for index, asks in enumerate(asks_of_processes.values()):
-                is_last = index == len(asks_of_processes) - 1
-                for variant, command, answer in self.worker.alone(asks, is_last):
-                    if command["do"] == "alone":
-                        self._add("alone", variant, **answer)
-                    elif "seed" in command:
-                        self._add("repetition", variant, seed=command["seed"], **_trained(answer))
+            for variant in missing:
+                for *_, answer in self.worker.alone([(variant, ALONE)], is_last=False):
+                    self._add("alone", variant, **answer)
 
-    def _alone(self) -> dict[str, list[tuple[str, dict]]]:
-        """First variant of a separate process -> the (variant, command) pairs that this process still has to answer.
-
-        The base's has nothing but eager in it, so it also repeats the audits.
-        """
-        plan, known = self._of("plan")[-1], self.request.variants
-        asks_of_processes: dict[str, list[tuple[str, dict]]] = {}
-        for variant in self._missing_alone():
-            ms = plan["paces"].get(variant, {"ms": 100.0})["ms"]
-            few = min(MOST_ALONE_STEPS, max(2, int(ALONE_S * 1e3 / ms)))
-            # The base as long as in a block: what the others leave behind may slow it there. Their memory does, too.
-            is_like_in_blocks = variant == plan["base"] and not self.worker.shares
-            steps = plan["steps"]["timed"] if is_like_in_blocks else few
-            asks_of_processes[variant] = [(variant, {"do": "alone", "steps": steps})]
-        remaining = self.worker.remaining()
-        references = {name: known[name]["reference"] for name in remaining if known[name]["reference"] in remaining}
-        repetitions = audit.repetitions(self.partial, self.request.name, references)
-        asks_of_base = asks_of_processes.pop(plan["base"], [])
-        for reference in dict.fromkeys(name for name, _ in repetitions):
-            asks_of_base.append((reference, {"do": "capture"}))
-            asks_of_base += [repetition for repetition in repetitions if repetition[0] == reference]
-        return {plan["base"]: asks_of_base, **asks_of_processes} if asks_of_base else asks_of_processes
-
-    def _missing_alone(self) -> list[str]:
-        """The base, headline variants and all with graphs whose memory alone is to be measured; none on a CPU."""
-        if not self._of("worker")[-1]["gpus"]:
-            return []
-        names = [self._of("plan")[-1]["base"]]
-        known = self.request.variants
+    def _missing_memory(self) -> list[str]:
+        """Headline variants and all with graphs, but for the base, whose memory alone is to be measured."""
+        known, done = self.request.variants, {fact["variant"] for fact in self._of("alone")}
+        done |= {plan["base"] for plan in self._of("plan")[-1:]} or {name for name in known if self._is_eager(name)}
         captured = {fact["variant"] for fact in self._of("capture") if fact.get("graphs")}
         wanted = {name for name in known if known[name]["headline"] or known[name]["kind"] == "graph"} | captured
-        names += [name for name in self.worker.remaining() if name in wanted]
-        done = {fact["variant"] for fact in self._of("alone")}
-        return [name for name in dict.fromkeys(names) if name not in done]
+        return [name for name in self.worker.remaining() if name in wanted - done and self._has_gpu()]
+
+    def _has_gpu(self) -> bool:
+        return bool(self._of("worker")[-1]["gpus"])
+
+    @property
+    def base(self) -> str:
+        """The base of the blocks; "" where there is none, or where it was left out."""
+        bases = [plan["base"] for plan in self._of("plan")[-1:]]
+        return next((base for base in bases if base in self.worker.remaining()), "")
+
+    def measure_base(self, builds: list["BuildMeasurement"]) -> None:
+        """Let the base make the steps of blocks in a process of its own, and eager repeat there the audits of builds.
+
+        builds: of one state and base, this one among them. The process never makes a variant that is no eager.
+        """
+        asks: list[tuple[str, dict]] = []
+        names = [build.request.name for build in builds if build._has_gpu()]
+        names = [name for name in names if not self.partial.of("alone", build=name, variant=self.base)]
+        if names:
+            # As long as in a block: what the others leave behind may slow it there. Their memory does, too.
+            steps = max(build._of("plan")[-1]["steps"]["timed"] for build in builds)
+            is_shared = any(build.worker.shares for build in builds)
+            asks.append((self.base, ALONE if is_shared else ALONE | {"steps": steps, "seconds": None}))
+        repetitions = [repetition for build in builds for repetition in build._repetitions()]
+        for reference in dict.fromkeys(name for name, _ in repetitions):
+            asks.append((reference, {"do": "capture"}))
+            asks += [repetition for repetition in repetitions if repetition[0] == reference]
+        if not asks:
+            return
+        what = [f"{self.base} alone"] * bool(names) + ["audits by eager"] * bool(repetitions)
+        self.say(f"  {', '.join(what)} in a process of its own")
+        with self._timed("alone"):
+            for variant, command, answer in self.worker.alone(asks, is_last=True):
+                if command["do"] == "alone":
+                    for name in names:
+                        self.partial.add("alone", build=name, variant=variant, builds=names, **answer)
+                elif "seed" in command:
+                    of_audit = {key: command[key] for key in ("build", "seed")}
+                    self.partial.add("repetition", variant=variant, **of_audit, **_trained(answer))
+
+    def _repetitions(self) -> list[tuple[str, dict]]:
+        remaining, known = self.worker.remaining(), self.request.variants
+        references = {name: known[name]["reference"] for name in remaining if known[name]["reference"] in remaining}
+        return audit.repetitions(self.partial, self.request.name, references)
 
     # --- facts
 

@@ -15,7 +15,7 @@ from graph_worth.harness.processes.worker_process import WorkerEnded, WorkerProc
 # Facts of a worker that are those of all workers of its build, besides its configuration.
 SAME = ("flops_per_step", "items_per_step", "period")
 # Facts that are not asked for again.
-PROGRESS = ("parity", "plan", "cycle", "again", "audit", "profile", "course")
+PROGRESS = ("alone", "parity", "plan", "cycle", "again", "audit", "profile", "course")
 # A worker that is silent in a block for so many times its steps' time by the pilot hangs, and not before LEAST_LIMIT_S.
 PATIENCE, LEAST_LIMIT_S = 20.0, 60.0
 
@@ -32,10 +32,36 @@ class TryAgain(Exception):
     """A question has no answer: its variant was left out, or gets another worker. The facts say what is still to do."""
 
 
+class Ahead:
+    """A worker that is started while another one works, of its build or of the one before: it imports meanwhile."""
+
+    worker: WorkerProcess | None = None
+    _words: tuple = ()
+
+    def start(self, *words) -> None:
+        """Start a worker, unless one waits; `words`: of `WorkerProcess`."""
+        if self.worker is None:
+            self._words, self.worker = words, WorkerProcess(*words)
+
+    def taken(self, *words) -> WorkerProcess:
+        """Return the worker that waits, or another one where it was not started by these words."""
+        if words != self._words:
+            self.end()
+        worker, self.worker = self.worker, None
+        return worker or WorkerProcess(*words)
+
+    def end(self) -> None:
+        """End the worker that waits."""
+        if self.worker is not None:
+            self.worker.end()
+        self.worker = None
+
+
 class BuildWorker:
     """The worker of a build.
 
     Attributes:
+        ahead: the worker that comes after it.
         facts: what the running worker said of its build, as "period" of the batches.
         captured: variants that the running worker has.
         paces: variant -> its pilot's answer in the running worker.
@@ -43,17 +69,16 @@ class BuildWorker:
     """
 
     def __init__(
-        self, request: BuildRequest, settings: Settings, partial: Partial, log: Path, say: Callable[[str], None]
+        self, request: BuildRequest, settings: Settings, partial: Partial, log: Path, say: Callable[[str], None], ahead
     ):
         self.request, self.settings, self.partial, self.log, self.say = request, settings, partial, log, say
+        self.ahead: Ahead = ahead
         self.facts: dict = {}
         self.captured: list[str] = []
         self.paces: dict[str, dict] = {}
         self.apart = bool(partial.of("apart", build=request.name))
         self._shares = settings.share_memory or bool(partial.of("share", build=request.name))
         self._worker: WorkerProcess | None = None
-        # Started ahead, while another one works: it imports meanwhile.
-        self._next: tuple[dict, WorkerProcess] | None = None
         # Variant -> how far the build was when its worker was ended from outside.
         self._killed: dict[str, list[int]] = {}
         self._stopped: set[str] = set()
@@ -87,6 +112,10 @@ class BuildWorker:
             if answer["fatal"]:
                 self.end()
         raise TryAgain
+
+    def is_fresh(self) -> bool:
+        """Start a worker where none runs, and return whether one started, which has nothing but its state."""
+        return self._worker is None and bool(self._start(parity=False))
 
     def _has_second_chance(self, variant, end: WorkerEnded) -> bool:
         """A signal that the run did not send says nothing of the variant: the question is asked once more."""
@@ -131,7 +160,7 @@ class BuildWorker:
     def _begun(self, environment, how) -> tuple[WorkerProcess, dict]:
         """A worker that has built its state, and what it says of it. One that ends without a word gets a second try."""
         for tries_left in (1, 0):
-            self._worker = worker = self._started(environment)
+            self._worker = worker = self.ahead.taken(*self._words(environment))
             try:
                 return worker, self._built(worker, how)
             except WorkerEnded as end:
@@ -140,15 +169,6 @@ class BuildWorker:
                     raise
                 self.say(f"  {end}; it is started once more")
         raise AssertionError
-
-    def _started(self, environment) -> WorkerProcess:
-        """A worker with this environment: the one that was started ahead, or another."""
-        ahead, self._next = self._next, None
-        if ahead is not None and ahead[0] == environment:
-            return ahead[1]
-        if ahead is not None:
-            ahead[1].end()
-        return WorkerProcess(self.request.command(self.remaining()[0]), environment, self.log)
 
     def _built(self, worker, how) -> dict:
         """Let a worker build its state, and return what it says of it."""
@@ -178,9 +198,11 @@ class BuildWorker:
         It makes its CUDA context meanwhile.
         """
         # Several ranks would open their connections beside those at work.
-        if self._next is None and self.remaining() and self.request.ranks == 1:
-            environment = self.request.environment
-            self._next = environment, WorkerProcess(self.request.command(self.remaining()[0]), environment, self.log)
+        if self.remaining() and self.request.ranks == 1:
+            self.ahead.start(*self._words(self.request.environment))
+
+    def _words(self, environment) -> tuple:
+        return self.request.command(self.remaining()[0]), environment, self.log
 
     def try_ask(self, variant: str, command: dict) -> dict:
         """Return the worker's answer; a variant that fails is not left out.
@@ -224,7 +246,7 @@ class BuildWorker:
                     answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
                     done = max(done, number + 1)
                     if command["do"] == "alone":
-                        answer["is_only"] = self._next is None
+                        answer["is_only"] = self.ahead.worker is None
                     if number == len(asks) - 1 and not is_last:
                         self.start_ahead()
                     if answer.pop("say") == "done":
@@ -253,13 +275,6 @@ class BuildWorker:
         if self._worker is not None:
             self._worker.end(is_at_once)
         self._worker, self.captured, self.paces = None, [], {}
-
-    def close(self, is_at_once: bool = False) -> None:
-        """End every worker."""
-        self.end(is_at_once)
-        if self._next is not None:
-            self._next[1].end(is_at_once)
-            self._next = None
 
     @property
     def shares(self) -> bool:

@@ -20,8 +20,7 @@ class Settings:
         block_s: shortest time of a block.
         most_blocks_s: the slowest variant makes as many steps as the fastest, for at most so many times block_s.
         control: name of the base's repetition in each cycle; "" for none.
-        end_s: time.monotonic() at which the last cycle should have ended; from FEWEST_CYCLES on no cycle begins that
-            would end later. None: all cycles are made.
+        cycles_s: from FEWEST_CYCLES on no cycle begins with which all would take longer. None: all cycles are made.
         is_census: the losses of blocks are the parity, and nothing is measured beside cycles and profiles.
         audits: each variant also trains from a state of its own, which eager repeats in another process.
         compiles_once: a compiled variant is timed as its parity was checked, since compiling takes long.
@@ -35,7 +34,7 @@ class Settings:
     control: str = "control"
     limit_s: float = 600.0
     share_memory: bool = False
-    end_s: float | None = None
+    cycles_s: float | None = None
     audits: bool = True
     compiles_once: bool = False
     is_census: bool = False

@@ -240,15 +240,19 @@ class Audit(Struct, kw_only=True):
 
 
 class Alone(Struct, kw_only=True):
-    """A variant as the only one of a process: built, made, and some steps with the kernels of the blocks.
+    """A variant beside no other one: built, made, and some steps with the kernels of the blocks.
+
+    It is the only one of its process, or those before it have left nothing in torch's memory.
 
     Attributes:
+        builds: of a base, names of the builds whose blocks it is compared with: one process answers for all of them.
+            Older files have none, for there each build had one.
         peak_reserved_bytes: most that torch's allocator held from before the capture on.
         steps_reserved_bytes: most that it held in the steps; the cache was given back before them. Older files have
             none.
         driver_bytes: what the driver says is taken on the GPU then, with CUDA's context and loaded kernels.
-        is_only: no other worker of the run was there when it answered. Where one was, as in all older files,
-            driver_bytes counts its context, too.
+        is_only: neither another worker of the run was there when it answered, nor another variant before. Where one
+            was, as in all older files, driver_bytes counts its context or kernels, too.
         step_ms: of each step.
     """
 
@@ -256,6 +260,7 @@ class Alone(Struct, kw_only=True):
     steps_reserved_bytes: Whole | None = None
     driver_bytes: Whole | None = None
     is_only: bool = False
+    builds: list[Name] = field(default_factory=list)
     step_ms: list[Ms] = field(default_factory=list)
 
 

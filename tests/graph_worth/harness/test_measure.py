@@ -13,8 +13,6 @@ import pytest
 
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import command, judge, measure, report
-from graph_worth.harness import run as run_command
-from graph_worth.harness.builds.request import Settings
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.pages import reasons, run_table
@@ -99,15 +97,6 @@ def test_the_verdict_is_of_the_best_variant_of_all_processes():
     text = run_table.report(run)
     assert "\nreduce_overhead, in a process of its own with eager:\n" in text
     assert text.count("Each ratio compares with the eager of its own table") == 1
-
-
-def test_a_run_shares_its_time_among_its_builds(monkeypatch):
-    monkeypatch.setattr(run_command.time, "monotonic", lambda: 100.0)
-    settings = Settings(end_s=190.0)
-    assert [run_command._share(settings, left).end_s for left in (3, 2, 1)] == [130.0, 145.0, 190.0]
-    assert (
-        run_command._share(Settings(), 3).end_s is None and run_command._share(Settings(end_s=90.0), 3).end_s == 100.0
-    )
 
 
 def test_where_eager_fails_too_no_graph_is_blamed():
@@ -242,7 +231,7 @@ def test_the_clock_ends_a_run_unless_its_length_was_asked_for(tmp_path, monkeypa
     monkeypatch.setattr(measure, "doctor", lambda asked: (0, "", {}))
     monkeypatch.setattr(measure.run, "measured", lambda asked: seen.append(asked) or ([(None, None)], False))
     assert measure.main(["--step", str(tmp_path / "my_step.py"), *words]) == 1
-    assert (getattr(seen[0], "end_s", None) is not None) == is_limited
+    assert (seen[0].cycles_s is not None) == is_limited
 
 
 @pytest.mark.parametrize("is_aware", [True, False])

@@ -1,5 +1,6 @@
 """graph_worth/measuring/worker.py: the kernels that a state for parity is built under."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -78,21 +79,40 @@ def test_parity_keeps_a_variant_that_is_compiled_once(monkeypatch, keep):
     assert made == ([False] if keep else [True, False])
 
 
-@pytest.mark.parametrize(("capture", "steps", "peak"), [(5, 3, 5), (2, 3, 3)])
-def test_memory_alone_tells_the_steps_from_the_capture(monkeypatch, capture, steps, peak):
+@pytest.mark.parametrize(("capture", "steps", "peak", "keep"), [(5, 3, 5, True), (2, 3, 3, False)])
+def test_memory_alone_tells_the_steps_from_the_capture_and_what_is_left(monkeypatch, capture, steps, peak, keep):
     worker = Worker(model(training), CPU, None, ONE_RANK)
     worker.do_build({})
     worker.training = SimpleNamespace(reset=lambda: None)
     worker.model.kinds = {}
     held = iter((capture, steps))
     calls = []
+    reserved = iter((40, 42 if keep else 40))
+    monkeypatch.setattr(worker_module.memory, "reserved_bytes", lambda device: next(reserved))
+    monkeypatch.setattr(worker, "_release", lambda variant: calls.append("release"))
     monkeypatch.setattr(worker_module.block, "forget_peak", lambda device: calls.append("forget"))
     monkeypatch.setattr(worker_module.block, "peak", lambda device: {"peak_reserved_bytes": next(held)})
     monkeypatch.setattr(worker_module.block, "timed_steps", lambda *args: calls.append("steps") or ([1.0], None))
     monkeypatch.setattr(worker, "_make", lambda name: calls.append("make") or (SimpleNamespace(), {}))
-    found = worker.do_alone({"variant": "graph", "steps": 1})
-    assert found == {"step_ms": [1.0], "steps_reserved_bytes": steps, "peak_reserved_bytes": peak}
-    assert calls == ["forget", "make", "forget", "steps"]
+    found = worker.do_alone({"variant": "graph", "steps": 1, "seconds": None, "keep": keep})
+    peaks = {"steps_reserved_bytes": steps, "peak_reserved_bytes": peak}
+    assert found == {"step_ms": [1.0], "left_bytes": 2 if keep else 0, **peaks}
+    assert calls == ["forget", "make", "forget", "steps"] + ["release"] * (not keep)
+    assert ("graph" in worker.kept) == keep
+
+
+def test_the_steps_alone_are_as_many_as_fit(monkeypatch):
+    """A first one is not timed; two are made at least."""
+    worker = Worker(SimpleNamespace(kinds={}), CPU, None, ONE_RANK)
+    worker.training, numbers = SimpleNamespace(reset=lambda: None), []
+    now_s = itertools.count(step=0.25)
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: next(now_s))
+    monkeypatch.setattr(worker, "_make", lambda name: (SimpleNamespace(step=numbers.append), {}))
+    found = [
+        len(worker.do_alone({"variant": "graph", "steps": 10, "seconds": seconds, "keep": True})["step_ms"])
+        for seconds in (1.0, 0.25, 9.0, None)
+    ]
+    assert found == [4, 2, 10, 10] and numbers[:5] == [0, 1, 2, 3, 4]
 
 
 def course_of(losses, **asked):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from graph_worth.harness import run
-from graph_worth.harness.builds.build_worker import BuildWorker, Interrupted, TryAgain
+from graph_worth.harness.builds.build_worker import Ahead, BuildWorker, Interrupted, TryAgain
 from graph_worth.harness.builds.request import BuildRequest, Settings
 from graph_worth.harness.files.partial import SUFFIX, Partial
 from graph_worth.harness.processes import worker_process
@@ -37,7 +37,7 @@ class Answers:
 @pytest.fixture
 def own(tmp_path):
     request = BuildRequest(name="", fields={}, variants={"eager": {}}, command=list, environment={})
-    made = BuildWorker(request, Settings(), Partial(tmp_path / f"a{SUFFIX}"), tmp_path / "log", print)
+    made = BuildWorker(request, Settings(), Partial(tmp_path / f"a{SUFFIX}"), tmp_path / "log", print, Ahead())
     made.partial.add("worker", build="", **FACTS)
     return made
 
@@ -296,7 +296,8 @@ def test_a_failed_start_seals_no_run_that_has_cycles(monkeypatch, tmp_path, how,
         facts.add("cycle", build="")
     request = BuildRequest(name="b", fields={}, variants={"eager": {}}, command=lambda variant: [], environment={})
     made = SimpleNamespace(measure=Ends(how, "wait").raised, leave_out_rest=lambda *why: facts.add("left_out"))
-    monkeypatch.setattr(run, "BuildMeasurement", lambda *words: made)
+    made.request, made.base, made.kind_of_eagers = request, "", None
+    monkeypatch.setattr(run, "BuildMeasurement", lambda worker: made)
     args = run.parse(["--model", "gpt3"])
     asked = SimpleNamespace(builds=[request], preset="tiny")
     if is_sealed:
@@ -317,3 +318,25 @@ def test_no_worker_of_several_ranks_is_started_ahead(own, monkeypatch):
     own.request.ranks = 1
     own.start_ahead()
     assert len(started) == 1
+
+
+def test_a_worker_started_ahead_is_taken_by_the_next_build_of_the_same_state_and_ended_by_another(own, monkeypatch):
+    started, ended = [], []
+
+    class Noted(Answers):
+        def __init__(self, *words):
+            started.append(words[0])
+            super().__init__()
+
+        def end(self, is_at_once=False):
+            ended.append(self)
+
+    monkeypatch.setattr("graph_worth.harness.builds.build_worker.WorkerProcess", Noted)
+    for words in (["same"], ["same"], ["another"]):
+        own.request.command = lambda variant, words=words: words
+        own.ahead.start(["same"], {}, own.log)
+        ahead = own.ahead.worker
+        own.ask("eager", {"do": "capture"})
+        assert (own._worker is ahead) == (words == ["same"]) and own.ahead.worker is None
+        own.end()
+    assert started == [["same"]] * 3 + [["another"]] and len(ended) == 4

@@ -1,0 +1,104 @@
+"""The processes of `make measure` on a GPU: what is measured once in a run, and how long all of it takes in a model."""
+
+import pytest
+
+from graph_worth.harness import ask, judge, measure, run, standing
+from graph_worth.harness.builds import build_worker
+from graph_worth.harness.builds.request import FEWEST_CYCLES
+from graph_worth.harness.files import partial, run_file
+from graph_worth.harness.processes import launch
+from tests.helpers.modelled_worker import Clock, worker_class
+
+STEP = "def build(device):\n    raise SystemExit\n"
+GPU = {"names": ["NVIDIA H200"], "uuids": ["GPU-1"]}
+# A guess; no file tells it so far.
+DOCTOR_S = 15.0
+ALL = ",".join(measure.WHOLE)
+
+
+def measured(folder, monkeypatch, variants=ALL, **more):
+    """The run of a user's step as `measure` asks for it, read back, and the clock of its workers."""
+    path, clock = folder / "my_step.py", Clock()
+    path.write_text(STEP)
+    options = measure.request(measure.parse(["--step", f"{path}:build", "--out", str(folder)]), variants)
+    options.cycles_s, options.doctor_s = measure.CYCLES_S, DOCTOR_S
+    request = ask.ask_of(options, measure.MODEL, launch.describe_here() | {"gpus": GPU})
+    monkeypatch.setattr(build_worker, "WorkerProcess", worker_class(clock, **more))
+    monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    facts = run.open_run(request, options)
+    run.measure_run(request, options, facts, folder / "log")
+    return run_file.read(partial.seal(facts)), clock
+
+
+def test_a_run_of_all_variants_takes_four_processes_and_the_time_that_the_readme_says(tmp_path, monkeypatch):
+    found, clock = measured(tmp_path, monkeypatch)
+    assert [worker.asked[1] for worker in clock.processes] == [
+        ("alone", "compile"),
+        ("alone", "reduce_overhead"),
+        ("alone", "graph_step"),
+        ("alone", "eager"),
+    ]
+    assert ("alone", "graph_compiled") in clock.processes[0].asked
+    # The last has nothing but eager in it, and repeats the audits of all.
+    assert {name for _, name in clock.processes[-1].asked} == {"", "eager"} and clock.calls["repetition"] == 14
+    assert {name: len(build.cycles) for name, build in found.builds.items()} == {
+        "": 8,
+        "+compiled": 5,
+        "+reduce_overhead": 5,
+    }
+    assert [name for name, build in found.builds.items() if "control" in build.variants] == [""]
+    assert found.seconds["doctor"] == DOCTOR_S
+    assert clock.now_s + DOCTOR_S <= 150 and sum(found.seconds.values()) <= 150
+
+
+def test_eager_alone_is_measured_once_and_the_file_says_for_which_builds(tmp_path, monkeypatch):
+    found, clock = measured(tmp_path, monkeypatch)
+    assert [do for worker in clock.processes for do, name in worker.asked if name == "eager"].count("alone") == 1
+    builds = judge.judged(found)
+    for judged in builds.values():
+        alone = judged.build.variants["eager"].alone
+        assert alone.builds == ["+compiled", "+reduce_overhead", ""] and alone.is_only
+        # As many steps as in the longest block.
+        assert len(alone.step_ms) == max(block.steps for block in judged.build.variants["eager"].blocks)
+        assert judged.alone_ratio == pytest.approx(1.0)
+        assert {verdict.status for verdict in judged.verdicts.values()} == {judge.PASS}
+        # The audits of each process were repeated, and its control is that of the run.
+        assert not any(map(judged.unchecked, judged.verdicts))
+        assert all(variant.alone for name, variant in judged.build.variants.items() if name != "control")
+    is_only = {name: variant.alone.is_only for name, variant in builds["+compiled"].build.variants.items()}
+    assert is_only == {"eager": True, "compile": True, "graph_compiled": False}
+
+
+def test_each_process_compares_its_own_eager_with_the_one_alone(tmp_path, monkeypatch):
+    found, _ = measured(tmp_path, monkeypatch)
+    for block in found.builds["+compiled"].variants["eager"].blocks:
+        block.step_ms = [1.2 * ms for ms in block.step_ms]
+        block.parent_s, block.worker_s = 1.2 * block.parent_s, 1.2 * block.worker_s
+    standings = {name: standing.standing_of(judged) for name, judged in judge.judged(found).items()}
+    assert standings["+compiled"].kind == standing.ASIDE
+    assert "1.20 times as long as alone" in standings["+compiled"].text
+    assert standings[""].kind == standing.QUIET
+
+
+def test_what_leaves_memory_behind_is_the_only_one_of_its_process_that_is_measured_there(tmp_path, monkeypatch):
+    _, clock = measured(tmp_path, monkeypatch, left_bytes=1)
+    asked = [[name for do, name in worker.asked if do == "alone"] for worker in clock.processes]
+    assert asked == [["compile"], ["graph_compiled"], ["reduce_overhead"], ["graph_step"], ["eager"]]
+
+
+def test_the_only_process_of_variants_has_the_control_and_more_cycles(tmp_path, monkeypatch):
+    found, clock = measured(tmp_path, monkeypatch, variants="compile")
+    (build,) = found.builds.values()
+    assert build.apart == "compiled" and len(build.cycles) > FEWEST_CYCLES and "control" in build.variants
+    assert len(clock.processes) == 2
+
+
+def test_a_run_that_is_stopped_before_eager_is_alone_goes_on_there(tmp_path, monkeypatch):
+    # The first run's file is still open in this process.
+    monkeypatch.setattr(partial.fcntl, "flock", lambda *words: None)
+    with pytest.raises(KeyboardInterrupt):
+        measured(tmp_path, monkeypatch, stops_at=("alone", "eager"))
+    found, clock = measured(tmp_path, monkeypatch)
+    (alone,) = clock.processes
+    assert {name for _, name in alone.asked} == {"", "eager"}
+    assert all(build.variants["eager"].alone.builds for build in found.builds.values())
