@@ -60,7 +60,7 @@ bench: ## measure MODEL, eager against graphs, in two to seven minutes on a GPU
 	$(setup) core
 	$(from_make) bench
 
-measure: ## measure your own training STEP, eager against graphs, in about five minutes on a GPU
+measure: ## measure your own training STEP, eager against graphs, in a few minutes on a GPU
 	@./setup.sh core
 	@.venv/bin/python -m benchmarks.from_make measure || { status=$$?; [ $$status -ge 3 ] && [ $$status -le 8 ]; }
 

@@ -146,7 +146,10 @@ def _needs(results, page, argument):
     reserved = "GiB: the most that torch reserved, the graph alone; what ran on an H100 fits 80 GB."
     minutes = [run_minutes for _, run in results.runs if _is_bench(run) and (run_minutes := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
-    return " ".join(filter(None, [took, f"Measured with {_versions(results)}.", reserved]))
+    whole = [run for _, run in results.runs if "doctor" in run.seconds and len(run.builds) > 1]
+    seconds = max((sum(run.seconds.values()) for run in whole), default=0.0)
+    measured = f"`make measure` with compiled variants took at most {seconds:.0f} s." if seconds else ""
+    return " ".join(filter(None, [took, measured, f"Measured with {_versions(results)}.", reserved]))
 
 
 def minutes_of(run: Run) -> float:

@@ -48,7 +48,7 @@ ALL = "all"
 FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy, Interrupted)
 CYCLES = {"tiny": 3, "other": 8}
 BLOCK_S = {"tiny": 0.1, "other": 1.0}
-# A step of somebody's own gets its verdict within two minutes (graph_worth/harness/measure.py).
+# A step of somebody's own gets its verdict within minutes (graph_worth/harness/measure.py).
 OWN_BLOCK_S = 0.5
 SOURCE = {"commit": "git_sha", "tree": "git_tree", "hash": "source_hash"}
 

@@ -314,6 +314,12 @@ def test_memory_minutes_and_versions_are_those_of_the_runs(tmp_path):
     text = table("needs", tmp_path)
     assert "took 3.5 to 3.5 minutes a model. Measured with torch 2.13. " in text
     assert "| 3.0 (H100) | one unknown H100 |" in table("front", tmp_path)
+    assert "make measure" not in text
+    # Of several processes, with the doctor's seconds.
+    with_apart(run, "compiled")
+    run.seconds = {"doctor": 15.0, "blocks": 124.4}
+    write(run, tmp_path / "h100x1/gpt3-bench")
+    assert "`make measure` with compiled variants took at most 139 s. Measured with" in table("needs", tmp_path)
     run.end_utc = "a day"
     assert readme.minutes_of(run) == 0
 
