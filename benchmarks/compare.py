@@ -1,7 +1,6 @@
 """Tables of all runs below a folder, for a screen.
 
     python -m benchmarks.compare                     all that is published
-    python -m benchmarks.compare runs --wide         one's own, all columns
     python -m benchmarks.compare runs --model gpt3
 
 Exit status: 0; 1 where a file could not be read, which is named; 2 for a mistake on the command line.
@@ -41,7 +40,7 @@ def report(args) -> int:
         known = ", ".join(sorted(results.rows["model"].unique()))
         raise Mistake(f"--model {args.model}: {args.root} has runs of {known or 'no model'}")
     if len(rows):
-        print(tables.screen(results, rows, args.wide))
+        print(tables.screen(results, rows))
     for fault in results.faults:
         print(f"left out: {fault}")
     if len(rows):
@@ -56,7 +55,6 @@ def main(argv=None) -> int:
     parser = command.parser_of("compare", "Tables of all runs below a folder.")
     add = parser.add_argument
     add("root", metavar="DIR", nargs="?", default="results", help="a root of runs, or a folder in one (results)")
-    add("--wide", action="store_true", help="more columns than fit on a screen")
     add("--model", metavar="NAME", help="of this model alone")
     args = parser.parse_args(argv)
     return command.exit_status("python -m benchmarks.compare", lambda: report(args))

@@ -21,10 +21,6 @@ SCREEN = 100
 TWO = ",.2f"
 FEW = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain over hosts", "at most", "hosts", "note")
 ON_SCREEN = ("variant", "base ms", "ms", "gain", "95 % or range", "most", "on hosts", "note")
-WIDE = (
-    *("reached", "typical ms", "issue ms", "busy ms", "kernels", "in graphs", "parity", "TFLOP/s", "J a step", "MHz"),
-    *("capture s", "alone GiB", "added GiB", "runs"),
-)
 TEXT = ("workload", "variant", "note", "parity", "hosts", "on hosts")
 # Columns of overview.csv, a row of `frame.rows` each.
 CSV = (
@@ -111,8 +107,6 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "MHz": lambda row: cell(row.sm_mhz, ".0f"),
     "capture s": lambda row: cell(row.made_s, ".1f"),
     "alone GiB": lambda row: gib(row.alone_bytes),
-    "added GiB": lambda row: gib(row.added_bytes, 2),
-    "runs": lambda row: str(row.runs),
 }
 
 
@@ -122,10 +116,9 @@ def by_machine(rows: DataFrame) -> dict[str, DataFrame]:
     return dict(sorted(groups.items(), key=lambda item: (item[0].startswith("CPU"), -len(item[1]), item[0])))
 
 
-def screen(results: Results, rows: DataFrame, wide: bool = False) -> str:
-    """Rows of runs below their workload's name; no line is longer than 100 characters unless `wide`."""
-    columns = [*ON_SCREEN, *(WIDE if wide else ())]
-    parts = []
+def screen(results: Results, rows: DataFrame) -> str:
+    """Rows of runs below their workload's name; no line is longer than 100 characters."""
+    columns, parts = list(ON_SCREEN), []
     for machine, machine_rows in by_machine(rows).items():
         lines = [machine]
         shown = frame.records(machine_rows[machine_rows["status"] == PASS])
@@ -140,7 +133,7 @@ def screen(results: Results, rows: DataFrame, wide: bool = False) -> str:
             if before is None or frame.where_of(row) != frame.where_of(before):
                 lines.append(row.workload)
             text = _line(line, columns, widths)
-            if len(text) > SCREEN and not wide:
+            if len(text) > SCREEN:
                 note_text, line[note_index] = line[note_index], ""
                 text = f"{_line(line, columns, widths)}\n      {note_text}"
             lines.append(text)

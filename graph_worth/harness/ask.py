@@ -77,7 +77,6 @@ class Options:
         None, "root of the runs: files go to DIR/<gpu>x<count>/<model>-<preset>/ (runs)", "DIR", also="measure"
     )
     label: str | None = _flag(None, "ends the folder's name (made of flags after --)", "WORD", _label)
-    share_memory: bool = _flag(False, "eager steps in the graphs' memory, as where both do not fit", also="header")
     limit_s: float = _flag(600.0, "a worker that is silent for so long hangs (600)", "S", amount)
     nnodes: int = _flag(1, "nodes, --ngpu ranks on each (1)", "N", positive)
     launch: str | None = _flag(

@@ -41,7 +41,7 @@ FLAGS = {
     "run": ["model", "preset", "variants", "cycles", "minutes", "ngpu", "host-load", "out", "label", "limit-s"],
     "sweep": ["model", "preset", "over", "variant", "values", "minutes", "out", "ngpu"],
     "submit": ["model", "preset", "nodes", "ngpu", "partition", "account", "time", "image", "sbatch", "over"],
-    "compare": ["wide", "model"],
+    "compare": ["model"],
     "gate": ["against"],
     "publish": ["into"],
     "judge": ["out"],

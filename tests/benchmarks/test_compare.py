@@ -71,7 +71,7 @@ def test_two_hundred_runs_are_read_and_written_in_little_memory(tmp_path):
         run = made_run(id=f"20261125T101500Z-{number:08x}", ms={"eager": 10.0 + number}, boot=str(number % 7))
         write(run, tmp_path / f"h200x1/model{number % 9}-bench")
     code = (
-        "import sys; from benchmarks import compare; compare.main([sys.argv[1], '--wide'])\n"
+        "import sys; from benchmarks import compare; compare.main([sys.argv[1]])\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

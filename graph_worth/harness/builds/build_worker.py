@@ -77,7 +77,7 @@ class BuildWorker:
         self.captured: list[str] = []
         self.paces: dict[str, dict] = {}
         self.apart = bool(partial.of("apart", build=request.name))
-        self._shares = settings.share_memory or bool(partial.of("share", build=request.name))
+        self._shares = bool(partial.of("share", build=request.name))
         self._worker: WorkerProcess | None = None
         # Variant -> how far the build was when its worker was ended from outside.
         self._killed: dict[str, list[int]] = {}
@@ -91,27 +91,37 @@ class BuildWorker:
             WorkerEnded: the worker cannot build its state.
             Interrupted: the worker was ended from outside again, while a variant ran that has run before.
         """
+        answer = self._answer(variant, command, parity)
+        if answer.pop("say") == "done":
+            return answer
+        if answer.get("is_from_outside") and self._has_cycle(variant):
+            raise Interrupted(answer["reason"])
+        if answer["kind"] == "oom" and command["do"] != "parity" and not self.apart:
+            self._make_room(variant, answer["reason"])
+        else:
+            self.leave_out(variant, answer["kind"], answer["reason"])
+        raise TryAgain
+
+    def _answer(self, variant, command, parity=False) -> dict:
+        """The worker's last message, and where it ended a message that it failed, with "is_from_outside".
+
+        Raises:
+            TryAgain: this process was stopped meanwhile, or a signal that the run did not send ended the worker for the
+                first time.
+        """
         worker = self._worker or self._start(parity)
         try:
             answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command))
         except WorkerEnded as end:
             self.end()
-            if not self._has_second_chance(variant, end):
-                if end.is_from_outside and self._has_cycle(variant):
-                    raise Interrupted(str(end)) from None
-                self.leave_out(variant, end.kind, str(end))
-            raise TryAgain from None
-        if answer.pop("say") == "done":
-            if answer.pop("was_stopped", False):
-                self._was_stopped(variant)
-            return answer
-        if answer["kind"] == "oom" and command["do"] != "parity" and not self.apart:
-            self._make_room(variant, answer["reason"])
-        else:
-            self.leave_out(variant, answer["kind"], answer["reason"])
-            if answer["fatal"]:
-                self.end()
-        raise TryAgain
+            if self._has_second_chance(variant, end):
+                raise TryAgain from None
+            return {"say": "failed", "kind": end.kind, "reason": str(end), "is_from_outside": end.is_from_outside}
+        if answer["say"] == "done" and answer.pop("was_stopped", False):
+            self._was_stopped(variant)
+        if answer.get("fatal"):
+            self.end()
+        return answer
 
     def is_fresh(self) -> bool:
         """Start a worker where none runs, and return whether one started, which has nothing but its state."""
@@ -212,23 +222,12 @@ class BuildWorker:
             worker, and ended it again when it was asked once more.
 
         Raises:
-            TryAgain: this process was stopped meanwhile, or the worker was ended by such a signal for the first time.
+            TryAgain: see `_answer`.
         """
-        worker = self._worker or self._start(parity=False)
-        try:
-            answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command))
-        except WorkerEnded as end:
-            self.end()
-            if self._has_second_chance(variant, end):
-                raise TryAgain from None
-            return {"ended" if end.is_from_outside else "raised": str(end)[:400]}
+        answer = self._answer(variant, command)
         if answer.pop("say") == "done":
-            if answer.pop("was_stopped", False):
-                self._was_stopped(variant)
             return answer
-        if answer["fatal"]:
-            self.end()
-        return {"raised": answer["reason"]}
+        return {"ended" if answer.get("is_from_outside") else "raised": answer["reason"][:400]}
 
     def alone(self, asks: list[tuple[str, dict]], is_last: bool) -> Iterator[tuple[str, dict, dict]]:
         """Yield (variant, command, answer) of a new worker that gets these alone, but for those without an answer.

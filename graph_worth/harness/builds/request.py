@@ -33,7 +33,6 @@ class Settings:
     host_load: int = 0
     control: str = "control"
     limit_s: float = 600.0
-    share_memory: bool = False
     cycles_s: float | None = None
     audits: bool = True
     compiles_once: bool = False
