@@ -37,7 +37,6 @@ help: ## this list
 # HOST_LOAD  ## bench, measure, sweep, submit: busy processes in every second cycle (0); host: their number (cores)
 # OUT        ## bench, measure, census, sweep, submit: root of the runs (runs); compare, frame, plots: what is read (results)
 # LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)
-# CONTROL    ## bench: =0 leaves out the control, the base once more as if it were a variant
 # STEP       ## measure, doctor: your own training step, as in STEP=my_step.py:build (docs/your_step.md)
 # RUN        ## publish, judge: a run file
 # TABLE      ## frame: points (a row a run, build, variant and number of busy processes), rows, archive, faults

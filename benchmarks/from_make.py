@@ -57,9 +57,7 @@ TARGETS = {
 def command_of(target: str, given: dict[str, str]) -> list[str]:
     """Return words for the interpreter: each value is a flag, which the program may refuse."""
     given = {name: value.strip() for name, value in sorted(given.items()) if value.strip()}
-    control, args = given.pop("CONTROL", "1"), given.pop("ARGS", "")
-    if control not in ("0", "1"):
-        raise ValueError(f"CONTROL={control!a}: takes 0, without the control, or 1")
+    args = given.pop("ARGS", "")
     words = ["-m", *TARGETS[target][0]]
     if words[-1] in ("OUT", "RUN"):
         path = given.pop(words[-1], "results" if words[-1] == "OUT" else "")
@@ -67,7 +65,6 @@ def command_of(target: str, given: dict[str, str]) -> list[str]:
     if target == "compare" and "BASE" in given:
         words[1:] = ["benchmarks.gate", *words[2:], f"--against={given.pop('BASE')}"]
     words += [f"--{name.lower().replace('_', '-')}={value}" for name, value in given.items()]
-    words += ["--no-control"] if control == "0" else []
     try:
         return words + shlex.split(args)
     except ValueError as error:
