@@ -27,6 +27,8 @@ AUTO_MINUTES = 10.0
 # `auto` looks at all cycles but these: a rule that stops at once stops where the scatter is small by luck.
 LATER_CYCLES = 4
 STEPS_AFTER_BLOCKS = 5
+# A segment of the allocator's small tensors.
+MOST_LEFT_BYTES = 2 * 2**20
 ALONE = {"do": "alone", "steps": 10, "seconds": 0.5, "keep": True}
 PILOT_STEPS = 10
 MOST_BLOCKS_AGAIN, MOST_AGAIN_S = 12, 30.0
@@ -299,7 +301,7 @@ class BuildMeasurement:
                 # Parity says why.
                 return
             self._add("alone", variant, is_only=is_only, **answer)
-            if answer["left_bytes"] > 0:
+            if answer["left_bytes"] > MOST_LEFT_BYTES:
                 return
             # The driver counts kernels that the first one has loaded.
             is_only = False

@@ -242,7 +242,7 @@ class Audit(Struct, kw_only=True):
 class Alone(Struct, kw_only=True):
     """A variant beside no other one: built, made, and some steps with the kernels of the blocks.
 
-    It is the only one of its process, or those before it have left nothing in torch's memory.
+    It is the only one of its process, or those before it have left next to nothing in torch's memory.
 
     Attributes:
         builds: of a base, names of the builds whose blocks it is compared with: one process answers for all of them.

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from graph_worth.contract import Training
+from graph_worth.harness.builds.build_measurement import MOST_LEFT_BYTES
 from graph_worth.made_variant import Refused, Unsupported
 from graph_worth.measuring import worker as worker_module
 from graph_worth.measuring.worker import Worker
@@ -113,6 +114,29 @@ def test_the_steps_alone_are_as_many_as_fit(monkeypatch):
         for seconds in (1.0, 0.25, 9.0, None)
     ]
     assert found == [4, 2, 10, 10] and numbers[:5] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.gpu
+def test_a_variant_that_is_released_leaves_nothing_so_the_next_has_the_memory_of_a_process_of_its_own(monkeypatch):
+    device = torch.device("cuda")
+    weight = torch.zeros(2**20, device=device)
+    worker = Worker(SimpleNamespace(kinds={}), device, None, ONE_RANK)
+    worker.training = SimpleNamespace(reset=weight.zero_)
+
+    def make(name):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            weight.add_(torch.ones(16 * 2**20, device=device)[: 2**20])
+        return SimpleNamespace(step=lambda index: graph.replay(), close=graph.reset), {}
+
+    monkeypatch.setattr(worker, "_make", make)
+    first, second, kept = (
+        worker.do_alone({"variant": name, "steps": 3, "seconds": None, "keep": name == "kept"})
+        for name in ("first", "second", "kept")
+    )
+    assert max(first["left_bytes"], second["left_bytes"]) <= MOST_LEFT_BYTES and kept["left_bytes"] >= 2**26
+    peaks = [answer["peak_reserved_bytes"] for answer in (first, second, kept)]
+    assert max(peaks) - min(peaks) <= MOST_LEFT_BYTES
 
 
 def course_of(losses, **asked):

@@ -81,7 +81,7 @@ def test_each_process_compares_its_own_eager_with_the_one_alone(tmp_path, monkey
 
 
 def test_what_leaves_memory_behind_is_the_only_one_of_its_process_that_is_measured_there(tmp_path, monkeypatch):
-    _, clock = measured(tmp_path, monkeypatch, left_bytes=1)
+    _, clock = measured(tmp_path, monkeypatch, left_bytes=2**21 + 1)
     asked = [[name for do, name in worker.asked if do == "alone"] for worker in clock.processes]
     assert asked == [["compile"], ["graph_compiled"], ["reduce_overhead"], ["graph_step"], ["eager"]]
 
