@@ -102,7 +102,9 @@ class _Point:
 
     @cached_property
     def control(self) -> Ratio | None:
-        return self.judged.ratio_of(self.run.control, self.workload.busy > 0) if self.run.control else None
+        # A run has it in one of the processes of a state.
+        judged = self.judged if self.run.control in self.judged.build.variants else self.first
+        return judged.ratio_of(self.run.control, self.workload.busy > 0) if self.run.control else None
 
     @property
     def uncaptured_ms(self) -> float | None:

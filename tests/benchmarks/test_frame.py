@@ -14,7 +14,7 @@ from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.files.workload import Workload, workload_of
 from graph_worth.harness.pages import run_table
-from tests.helpers.made_run import FOLDER, H200, made_run, put, write
+from tests.helpers.made_run import FOLDER, H200, made_run, put, with_apart, write
 
 EAGERS = ("eager", "eager_twin", "graph_layer")
 
@@ -266,6 +266,11 @@ def test_beside_a_small_effect_stands_the_control(tmp_path):
     assert "control 0.998x +- 0.0 %" in note_of(tmp_path)
     put(tmp_path / "other", 0, names=names, ms={"graph_layer": 9.0, "control": 10.02})
     assert "control" not in note_of(tmp_path / "other")
+    # It is that of the run for a process without one, too.
+    run = made_run(names=names, ms={"graph_layer": 9.95, "control": 10.02})
+    write(with_apart(run, "swift", names=("eager", "graph_swift"), ms={"graph_swift": 9.96}), tmp_path / "apart")
+    (row,) = [row for row in frame.load(tmp_path / "apart").records() if row.variant == "graph_swift"]
+    assert "control 0.998x +- 0.0 %" in row.note and "no control" not in row.note
 
 
 def test_memory_alone_and_what_a_graph_adds(tmp_path):
