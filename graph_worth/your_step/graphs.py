@@ -12,8 +12,9 @@ from graph_worth.compiled import Compiled, require_compiler
 from graph_worth.contract import variant
 from graph_worth.made_variant import Capture, Unsupported
 from graph_worth.snapshot import storage_id
-from graph_worth.your_step.parts import copy_batch, has_several_ranks, static_copy, tensors_in
+from graph_worth.your_step.parts import has_several_ranks, tensors_in
 from graph_worth.your_step.state import StepState
+from graph_worth.your_step.step_graph import StepGraph
 
 
 @variant("eager", kind="eager", help="the step as it is", parity="bitwise", headline=True)
@@ -36,19 +37,17 @@ class GraphedStep:
         for generator in state.snapshot.generators:
             self.pool.register_generator(generator)
         capture.warm_up(eager_step)
-        self.graphs: dict[int, tuple] = {}
+        self.graphs: dict[int, tuple[StepGraph, list]] = {}
         for index, kind in enumerate(state.classes):
             if kind not in self.graphs:
                 with capture.capturing():
                     self.graphs[kind] = self.captured(index)
         state.reset()
 
-    def captured(self, index: int) -> tuple:
-        """Return (graph, what it reads, its loss, calls that follow a replay) for the shape of batch `index`."""
+    def captured(self, index: int) -> tuple[StepGraph, list]:
+        """Return the graph of the shape of batch `index`, and calls that follow a replay."""
         self.state.reset()
-        static = static_copy(self.state.batch(index), self.state.device)
-        graph, loss = self.pool.capture(lambda: self.trace(static), tensors_in(static))
-        return graph, static, loss, []
+        return StepGraph(self.pool, self.trace, self.state.batch(index), self.state.device), []
 
     def trace(self, static):
         """Make the step that is captured, and return its loss."""
@@ -56,9 +55,8 @@ class GraphedStep:
 
     def step(self, index: int) -> None:
         """Train on batch `index`."""
-        graph, static, loss, calls = self.graphs[self.state.batch_class(index)]
-        copy_batch(static, self.state.batch(index))
-        graph.replay()
+        graph, calls = self.graphs[self.state.batch_class(index)]
+        loss = graph.replay(self.state.batch(index))
         for call in calls:
             call()
         self.state.keep_loss(index, loss)
@@ -84,10 +82,10 @@ class GraphedForwardBackward(GraphedStep):
         with self._noted:
             return super().trace(static)
 
-    def captured(self, index: int) -> tuple:
+    def captured(self, index: int) -> tuple[StepGraph, list]:
         """See GraphedStep."""
         self._noted = _Noted(self.state.owned, self._parameters)
-        graph, static, loss, _ = super().captured(index)
+        graph, _ = super().captured(index)
         if self._noted.uses:
             raise Unsupported(f"the step reads its parameters after its optimizer's step, in {self._noted.uses}")
         gradients = [(parameter, parameter.grad) for parameter in self._parameters]
@@ -96,7 +94,7 @@ class GraphedForwardBackward(GraphedStep):
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
-        return graph, static, loss, [give_gradients, *self._noted.calls]
+        return graph, [give_gradients, *self._noted.calls]
 
 
 @variant("mine", kind="graph", help="the capture that the file itself makes")

@@ -1,11 +1,13 @@
 """Find lines in the user's file: a name is changed, an object is made, random numbers are drawn."""
 
 import ast
+import re
 from pathlib import Path
 
 _CHANGING = ("append", "add", "pop", "update", "extend", "insert", "clear", "remove", "copy_", "lerp_", "add_", "mul_")
 _DRAWING = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "normal_"}
 _DRAWING |= {"uniform_", "random_", "bernoulli", "bernoulli_", "exponential_", "multinomial", "dropout", "sample"}
+_KEY = re.compile(r"\[([^\[\]]+)\]$")
 
 
 class Source:
@@ -46,6 +48,20 @@ class Source:
         kinds = (ast.If, ast.IfExp, ast.While)
         tests = [node.test for node in self._nodes if isinstance(node, kinds)]
         return [test.lineno for test in tests if any(_word(node) == _last(name) for node in ast.walk(test))]
+
+    def reads(self, name: str) -> int | None:
+        """Return the first line that reads the last part of a name, but to change it; x["b"] reads no x["a"]."""
+        word, key = _last(name), _KEY.search(name)
+        skipped: set[int] = set()
+        for node in self._nodes:
+            if isinstance(node, ast.Subscript) and key and isinstance(node.slice, ast.Constant):
+                skipped |= {id(node.value)} if repr(node.slice.value) != key[1] else set()
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and _changes(node, word):
+                skipped |= set(map(id, ast.walk(node)))
+            elif isinstance(node, ast.Call) and _changes(node, word):
+                skipped |= set(map(id, ast.walk(node.func)))
+        loads = [n for n in self._nodes if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load)]
+        return min((node.lineno for node in loads if _word(node) == word and id(node) not in skipped), default=None)
 
     def draws_near(self, where: str) -> str:
         """Return the first FILE:LINE in the function around FILE:LINE that draws random numbers, else that line."""

@@ -1,0 +1,544 @@
+"""`graphed`: a training step that becomes CUDA graphs, one for each shape of batch, and is compared with eager.
+
+    from graph_worth import graphed, one_stream
+
+    one_stream()                                  # the program's first line
+    step = graphed(step, [model, optimizer])      # step(batch) -> loss, the whole eager step
+    for batch in loader:
+        loss = step(batch)
+
+The first calls of a shape are eager training steps. The next one captures, which runs nothing on a GPU, and replays
+once. Before each replay cheap looks (guards.py) tell whether the host still holds what the graph holds. The first
+replays are compared with the eager step from the same state, and the caller gets eager's result and eager's state.
+"""
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from graph_worth.capture.asking import answering
+from graph_worth.capture.errors import explained
+from graph_worth.capture.pool import CaptureError, Pool
+from graph_worth.measuring import parity
+from graph_worth.parallel.host_messages import of_all_ranks
+from graph_worth.snapshot import Snapshot
+from graph_worth.your_step import host_values
+from graph_worth.your_step.eager import MOST_PRICE
+from graph_worth.your_step.guards import Guards, parts_of
+from graph_worth.your_step.libraries import with_library
+from graph_worth.your_step.parts import has_several_ranks, loss_of, register_nests, tensors_in
+from graph_worth.your_step.place import place_of_call
+from graph_worth.your_step.rank_decisions import first
+from graph_worth.your_step.state import DDP_WARM_STEPS, WARM_STEPS
+from graph_worth.your_step.step_graph import StepGraph, kept_result
+from graph_worth.your_step.trial import MOST_NOISE
+from graph_worth.your_step.user_lines import Source
+
+DOCTOR = "`graph-worth doctor FILE.py:build` names the lines (docs/capture_it.md)"
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TWO_STREAMS = (
+    "graphed: this program works on the default stream, and graphs need another one: replays beside it are up to 9 % "
+    "slower where kernels take 4 us. Call graph_worth.one_stream() in the program's first line"
+)
+
+
+@dataclass
+class _Shape:
+    """Batches of one shape: the eager calls and the compared replays that were made, and the graph."""
+
+    signature: tuple
+    structure: Any
+    num_warm: int = 0
+    num_verified: int = 0
+    graph: StepGraph | None = None
+    guards: Guards | None = None
+    values: dict = field(default_factory=dict)
+
+
+class Graphed:
+    """A step as graphs; call it as the step itself: graphed_step(batch) -> what the step returns, yours to keep.
+
+    It is not thread-safe, and works on one device. With several ranks all see the same shapes in the same order.
+
+    Args:
+        step: step(batch), the whole training step, from zero_grad to the optimizer's step.
+        owned: what training changes, as `build` returns it: modules, optimizers, schedules, scalers, tensors,
+            generators, and nests of these.
+        shapes: the most shapes of batches, each of which is a graph.
+        verify: replays of a shape that are compared with eager; 0 where the step cannot be called twice on a batch.
+        on_refusal: "eager" goes on without graphs, and warns once.
+        cpu: without a GPU the step stays eager, or "host_graph" stands in, for tests.
+        check: "always" looks at the numbers in closures and attributes before each replay, too.
+        warm_up: eager calls of a shape before its capture; None: 3, or 11 with DistributedDataParallel.
+
+    Attributes:
+        eager: the step as it was handed over.
+        refusal: the reason why it runs eagerly from now on, or "".
+
+    Raises:
+        CaptureError: by a call, before the replay: a graph cannot hold the step, or would train otherwise.
+        ValueError: a batch has no tensor, or an object that training changes cannot be copied.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        step,
+        owned,
+        *,
+        shapes: int = 8,
+        verify: int = 3,
+        on_refusal: Literal["raise", "eager"] = "raise",
+        cpu: Literal["eager", "host_graph"] = "eager",
+        check: Literal["numbers", "always"] = "numbers",
+        warm_up: int | None = None,
+    ):
+        self.eager, self._owned = step, list(owned) if isinstance(owned, (list, tuple)) else [owned]
+        self._most_shapes, self._num_verified, self._is_forgiving = shapes, verify, on_refusal == "eager"
+        self._looks_always = check == "always"
+        parts = list(parts_of(self._owned))
+        has_ddp = any(isinstance(part, torch.nn.parallel.DistributedDataParallel) for part in parts)
+        self._num_warm = warm_up or (DDP_WARM_STEPS if has_ddp else WARM_STEPS)
+        modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+        self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        parameters += [parameter for group in groups for parameter in group["params"]]
+        self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
+        self._modules, self._generators = modules, [part for part in parts if isinstance(part, torch.Generator)]
+        tensors = [*self._parameters, *(part for part in parts if isinstance(part, torch.Tensor))]
+        self.device = tensors[0].device if tensors else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.refusal = ""
+        self._warned: set[str] = set()
+        self._stream: Any = None
+        self._past_replays = 0
+        # Name of a value on the host that the step changes -> its words.
+        self._changes: dict[str, str] = {}
+        self._moving = host_values.Moving(step, self._owned)
+        # Tensors that were not handed over, and that the step writes.
+        self._written: dict[int, torch.Tensor] = {}
+        self._forget()
+        if self.device.type == "cpu" and cpu == "eager":
+            self.refusal = "the step runs on a CPU, which has no graphs"
+            self._warn(f"graphed: {self.refusal}: it stays eager")
+
+    def _forget(self):
+        self._pool: Pool | None = None
+        self._shapes: dict[tuple, list[_Shape]] = {}
+        self._error: CaptureError | None = None
+        # Gradients that the graphs write where they lie, and whether eager steps have bound others.
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._has_eager_gradients = False
+
+    @property
+    def shapes(self) -> list[tuple]:
+        """Shapes, dtypes and strides, and values that are no tensors, of the batches that have a graph."""
+        every = [shape for alike in self._shapes.values() for shape in alike]
+        return [shape.signature for shape in every if shape.graph is not None]
+
+    @property
+    def replays(self) -> int:
+        """Replays so far, those that were compared as well."""
+        return self._past_replays + (self._pool.num_replays if self._pool else 0)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool in which the graphs of all shapes have their memory."""
+        return self._pool.bytes() if self._pool else 0
+
+    def release(self) -> None:
+        """Drop the graphs and their memory, as before a process group ends. A later call warms up and captures anew."""
+        if self._pool is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._past_replays += self._pool.num_replays
+            self._drop_gradients()
+            self._pool.release()
+        self._forget()
+
+    # --- calls
+
+    def __call__(self, batch):
+        """Train on a batch, and return what the step returns, with tensors that later steps leave alone."""
+        if self.refusal:
+            return self.eager(batch)
+        if self._error is not None:
+            raise self._error
+        with self._on_stream():
+            result = self._step(batch)
+        return kept_result(result)
+
+    def capture(self, batch) -> None:
+        """Capture a shape of batch before training: what its warm-up changes is put back.
+
+        State that an optimizer makes in its first step is zero afterwards.
+        """
+        if self.refusal:
+            return
+        with self._on_stream():
+            start, values = (
+                self._snapshot(self._others(host_values.look(self.eager, self._owned, self.device)[1].values())),
+                self._moving.now(),
+            )
+            known = {id(tensor) for _, tensor in start.tensors}
+            shape = self._shape_of(batch)
+            while shape.num_warm < self._num_warm:
+                self._warm(shape, batch)
+            if shape.graph is None:
+                self._capture(shape, batch)
+            for _, tensor in self._snapshot().tensors:
+                if id(tensor) not in known:
+                    tensor.detach().zero_()
+            start.restore()
+            self._moving.put_back(values)
+
+    def _step(self, batch):
+        shape: Any
+        try:
+            shape = self._shape_of(batch)
+        except CaptureError as error:
+            if not self._is_forgiving:
+                raise
+            self._warn(f"{error}: such batches stay eager")
+            self._has_eager_gradients = True
+            return self.eager(batch)
+        if shape.num_warm < self._num_warm:
+            return self._warm(shape, batch)
+        try:
+            if shape.graph is None:
+                self._capture(shape, batch)
+            self._check(shape)
+        except CaptureError as error:
+            self._refuse(error)
+            return self.eager(batch)
+        if shape.num_verified < self._num_verified:
+            return self._verified(shape, batch)
+        if self._has_eager_gradients:
+            self._drop_gradients()
+        return self._replay(shape, batch)
+
+    def _replay(self, shape, batch):
+        try:
+            return shape.graph.replay(batch)
+        except CaptureError as error:
+            raise self._refusal_of(str(error), error.place, error) from None
+
+    @contextlib.contextmanager
+    def _on_stream(self):
+        """Work on the current stream, or on one of our own beside the default one."""
+        current = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        if current is None or current != torch.cuda.default_stream(self.device):
+            yield
+            return
+        if self._stream is None:
+            self._warn(_TWO_STREAMS)
+            self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def _shape_of(self, batch) -> _Shape:
+        shape = self._known_shape(batch)
+        if shape is not None:
+            return shape
+        register_nests(batch)
+        shape = self._known_shape(batch)
+        if shape is not None:
+            return shape
+        leaves, structure = tree_flatten(batch)
+        if not tensors_in(leaves):
+            raise ValueError("graphed: the batch has no tensor; a batch is a tensor or a nest of tensors")
+        signature, number = _signature(leaves), sum(map(len, self._shapes.values()))
+        if number >= self._most_shapes:
+            words = ", ".join(
+                str(list(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+            )
+            advice = "pad batches to fewer lengths, make numbers tensors, drop_last=True, or raise shapes="
+            raise self._refusal_of(f"a batch of {words} has shape {number + 1}, and shapes={number}: {advice}")
+        shape = _Shape(signature, structure)
+        self._shapes.setdefault(signature, []).append(shape)
+        return shape
+
+    def _known_shape(self, batch):
+        leaves, structure = tree_flatten(batch)
+        return next((shape for shape in self._shapes.get(_signature(leaves), ()) if shape.structure == structure), None)
+
+    # --- warm-up and capture
+
+    def _warm(self, shape, batch):
+        """Make an eager step, and note what it changes on the host."""
+        if has_several_ranks():
+            every = of_all_ranks((str(shape.signature), str(shape.structure), shape.num_warm))
+            if len(set(every)) > 1:
+                raise self._refusal_of("ranks see batches of other shapes, or in another order: let all see the same")
+        before = host_values.look(self.eager, self._owned, self.device)
+        versions = [(tensor, tensor._version) for tensor in self._others(before[1].values())]
+        with _added_gradients(self._parameters) as added:
+            result = self.eager(batch)
+        after = host_values.look(self.eager, self._owned, self.device)
+        shape.num_warm += 1
+        self._has_eager_gradients = True
+        self._moving.note()
+        self._written |= {id(tensor): tensor for tensor, version in versions if tensor._version != version}
+        if shape.num_warm > 1 or self._num_warm == 1:
+            # A first step may make what later ones use.
+            self._note_changes(before, after)
+        if added:
+            words = "the step adds to gradients from before it, where a replay begins anew: begin it with zero_grad()"
+            self._refuse(self._refusal_of(words))
+        return result
+
+    def _others(self, tensors=()) -> list[torch.Tensor]:
+        """Return the tensors that the step reaches and that were not handed over."""
+        reached = [*(tensor for _, tensor in host_values.not_handed_over(self.eager, self._owned)), *tensors]
+        owned = {id(part) for part in parts_of(self._owned)} | {id(b) for m in self._modules for b in m.buffers()}
+        return list({id(tensor): tensor for tensor in reached if id(tensor) not in owned}.values())
+
+    def _snapshot(self, tensors=()) -> Snapshot:
+        """Return a copy of all that the step changes."""
+        return Snapshot([*self._owned, *({**self._written, **{id(t): t for t in tensors}}.values())], self.device)
+
+    def _note_changes(self, before, after):
+        values, tensors, states = (
+            {name: (old[name], new.get(name, old[name])) for name in old}
+            for old, new in zip(before, after, strict=True)
+        )
+        self._changes |= {name: f"goes from {a!r} to {b!r}" for name, (a, b) in values.items() if a != b}
+        self._changes |= {name: "is another tensor" for name, (a, b) in tensors.items() if a is not b}
+        self._changes |= {name: "draws" for name, (a, b) in states.items() if a != b}
+
+    def _require_still(self):
+        """Refuse what a step changes on the host and code reads: a replay repeats neither."""
+        sources = [Source(path) for path in self._files()] if self._changes else []
+        for name, words in self._changes.items():
+            if words == "draws":
+                lines = [source.at(line) for source in sources if (line := source.draws(name))]
+                words = f"the step draws from {name}: each replay would have the numbers of the capture"
+                raise self._refusal_of(words, next(iter(lines), ""))
+            lines = [source.at(line) for source in sources if (line := source.reads(name))]
+            if lines:
+                raise self._refusal_of(f"{name} {words} in the step, and is read here: a replay leaves it", lines[0])
+
+    def _files(self) -> Iterator[Path]:
+        """Yield the files of the step and of the modules, but for torch's."""
+        codes = [code_of(self.eager), *(code_of(type(part).forward) for m in self._modules for part in m.modules())]
+        names = dict.fromkeys(code.co_filename for code in codes if code is not None)
+        yield from (Path(name) for name in names if Path(name).is_file() and not name.startswith(_TORCH))
+
+    def _capture(self, shape, batch):
+        self._require_still()
+        if self._pool is None:
+            self._pool = Pool(self.device)
+            for generator in self._generators:
+                if generator.device.type == self.device.type:
+                    self._pool.register_generator(generator)
+        values, gradients = self._moving.now(), [(parameter, parameter.grad) for parameter in self._parameters]
+        is_host = self.device.type == "cpu"
+        # A host graph runs what it captures.
+        start = self._snapshot() if is_host else None
+        random_state = torch.get_rng_state() if is_host else torch.cuda.get_rng_state(self.device)
+        failed = None
+        # Casts of weights that were made before would be missing from the graph.
+        torch.clear_autocast_cache()
+        try:
+            shape.graph = StepGraph(self._pool, self.eager, batch, self.device)
+        except CaptureError as error:
+            cause, remedy = explained(str(error), error.reason)
+            words = "; ".join(filter(None, (str(error), cause, remedy)))
+            failed = self._refusal_of(words, error.place, error)
+        except Exception as error:
+            text = next(iter(str(error).splitlines()), "")
+            failed = self._refusal_of(f"in the capture the step raised {type(error).__name__}: {text}")
+        torch.clear_autocast_cache()
+        self._moving.put_back(values)
+        for parameter, gradient in gradients:
+            if failed:
+                parameter.grad = gradient
+            elif gradient is not None and parameter.grad is gradient:
+                self._gradients[id(gradient)] = gradient
+        self._has_eager_gradients = True
+        if start is not None:
+            start.restore()
+        elif failed:
+            # A capture that failed leaves torch's generator as in a capture.
+            generator = torch.cuda.default_generators[self.device.index or 0]
+            generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())
+            torch.cuda.set_rng_state(random_state, self.device)
+        failed = first(failed)
+        if failed:
+            shape.graph = None
+            raise failed
+        shape.guards = Guards(self._owned)
+        if self._looks_always:
+            shape.values = host_values.look(self.eager, self._owned, self.device)[0]
+
+    # --- before and after a replay
+
+    def _check(self, shape):
+        """Look whether the host still holds what the graph holds."""
+        try:
+            shape.guards.check()
+        except CaptureError as error:
+            raise self._refusal_of(str(error)) from None
+        values = host_values.look(self.eager, self._owned, self.device)[0] if self._looks_always else {}
+        for name, value in shape.values.items():
+            if values.get(name, value) != value and name not in self._changes:
+                words = f"{name} was {value!r} at the capture and is {values[name]!r}, and a replay keeps {value!r}"
+                raise self._refusal_of(f"{words}: make it a tensor on the device")
+
+    def _verified(self, shape, batch):
+        """Replay, put the state back and make the step eagerly: the caller gets eager's result and eager's state."""
+        count = self._num_copies()
+        if count < 3:
+            words = "the losses of replays alone are" if count else "no replay is"
+            self._warn(f"graphed: there is no memory for copies of the state: {words} compared with eager")
+        if not count:
+            shape.num_verified = self._num_verified
+            return self._replay(shape, batch)
+        assert self._pool is not None, "the graph has its memory there"
+        start, values = self._snapshot(), self._moving.now()
+        names = [name for name, _ in start.tensors]
+        questions: list[str] = []
+
+        def course(step):
+            start.restore()
+            self._moving.put_back(values)
+            result = step(batch)
+            loss = loss_of(result)
+            is_scalar = isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
+            copies = [tensor.detach().clone() for _, tensor in start.tensors] if count == 3 else []
+            losses = [float(loss)] if is_scalar else []
+            return result, SimpleNamespace(losses=losses, names=names, copies={0: copies})
+
+        def as_captured(batch):
+            with answering(note=lambda: questions.append(with_library(place_of_call()))):
+                return self.eager(batch)
+
+        if shape.num_verified == self._num_verified - 1:
+            self._pool.fill_free_memory()
+        try:
+            _, replayed = course(functools.partial(self._replay, shape))
+        except CaptureError as error:
+            start.restore()
+            self._refuse(error)
+            return self.eager(batch)
+        result, eager = course(as_captured)
+        differs = first(parity.difference(eager, eager, replayed))
+        if differs:
+            # Kernels may give other bits each time.
+            result, again = course(as_captured)
+            differs = first(parity.difference(eager, again, replayed))
+            if first(parity.scatter(eager, again) > MOST_NOISE):
+                words = parity.difference(eager, eager, again)
+                differs = f"two eager steps from one state differ, so not all of it was handed over: {words}"
+        if not differs and first(questions) and not shape.num_verified:
+            result, plain = course(self.eager)
+            differs = self._price_of(first(questions)[0], eager, plain)
+        shape.num_verified += 1
+        self._has_eager_gradients = True
+        if differs:
+            words = f"replay {shape.num_verified} of this shape does not train as the eager step does: {differs}"
+            self._refuse(self._refusal_of(words))
+        return result
+
+    def _price_of(self, line, as_captured, plain) -> str:
+        """Warn of a step that does something else while a stream captures, and return what is too much."""
+        differs = first(parity.difference(plain, plain, as_captured))
+        words = f"code at {line} does something else while a stream captures, and so does a graph: {differs}"
+        if first((parity.loss_deviation(as_captured.losses, plain.losses) or 0.0) > MOST_PRICE):
+            return words
+        if differs:
+            self._warn(f"graphed: {words}")
+        return ""
+
+    def _num_copies(self) -> int:
+        """Return 3 where the state fits thrice beside itself, 1 where it fits once, else 0; alike on all ranks."""
+        if self.device.type == "cpu":
+            return 3
+        size = sum(parameter.nbytes for parameter in self._parameters)
+        states = [list(each.state.values()) for each in self._optimizers]
+        size += sum(tensor.nbytes for tensor in tensors_in(states))
+        free = torch.cuda.mem_get_info(self.device)[0]
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device) - self.pool_bytes
+        return min(of_all_ranks(3 if 3.3 * size < free else int(1.1 * size < free)))
+
+    # --- refusals
+
+    def _refusal_of(self, words, place="", error=None) -> CaptureError:
+        code = code_of(self.eager)
+        place = place or (f"{code.co_filename}:{code.co_firstlineno}" if code else "the step")
+        words = words if place in words else f"{words} (at {place})"
+        return CaptureError(f"{words}. {DOCTOR}", getattr(error, "reason", ""), place, getattr(error, "log", ()))
+
+    def _refuse(self, error):
+        """Raise the error, now and in later calls, or go on eagerly and say so once."""
+        if not self._is_forgiving:
+            self._error = error
+            raise error
+        self.release()
+        self.refusal = str(error)
+        self._warn(f"graphed: from now on the step runs eagerly: {error}")
+
+    def _warn(self, words):
+        if words not in self._warned:
+            self._warned.add(words)
+            warnings.warn(words, stacklevel=4)
+
+    def _drop_gradients(self):
+        """Unbind gradients of eager steps, which a replay does not write."""
+        for parameter in self._parameters:
+            if id(parameter.grad) not in self._gradients:
+                parameter.grad = None
+        self._has_eager_gradients = False
+
+
+graphed = Graphed
+
+
+def code_of(function):
+    """Return the code of a function, a method or an object that can be called; None where there is none."""
+    function = getattr(function, "func", function)
+    function = getattr(function, "__func__", function)
+    if not hasattr(function, "__code__"):
+        function = getattr(type(function).__call__, "__func__", type(function).__call__)
+    return getattr(function, "__code__", None)
+
+
+def _signature(leaves) -> tuple:
+    return tuple(
+        (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )
+
+
+@contextlib.contextmanager
+def _added_gradients(parameters):
+    """Yield a list of the parameters to whose gradients from before the block a backward pass in it adds."""
+    before = {
+        id(parameter): (parameter.grad, parameter.grad._version)
+        for parameter in parameters
+        if parameter.grad is not None
+    }
+    added: list[torch.Tensor] = []
+
+    def look(parameter):
+        gradient, version = before.pop(id(parameter), (None, 0))
+        if gradient is not None and parameter.grad is gradient and gradient._version == version + 1:
+            added.append(parameter)
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(look) for parameter in parameters if parameter.requires_grad
+    ]
+    try:
+        yield added
+    finally:
+        for handle in handles:
+            handle.remove()
