@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from graph_worth.measuring.marks import section as section
     from graph_worth.script.session import session as session
     from graph_worth.variant_parameterized import Parameterized as Parameterized
-    from graph_worth.your_step.graphed import Graphed as Graphed
     from graph_worth.your_step.graphed import graphed as graphed
     from graph_worth.your_step.step_graph import StepGraph as StepGraph
     from graph_worth.your_step.step_graph import one_stream as one_stream
@@ -42,7 +41,6 @@ _MODULES = {
     "Capture": "made_variant",
     "CaptureError": "capture.pool",
     "Compiled": "compiled",
-    "Graphed": "your_step.graphed",
     "DoubleBuffered": "capture.static_inputs",
     "Launch": "capture.triton_launch",
     "Parameterized": "variant_parameterized",

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from graph_worth.capture.asking import answering
 from graph_worth.capture.errors import explained
@@ -64,7 +64,7 @@ class _Shape:
     values: dict = field(default_factory=dict)
 
 
-class Graphed:
+class graphed:
     """A step as graphs; call it as the step itself: graphed_step(batch) -> what the step returns, yours to keep.
 
     It is not thread-safe, and works on one device. With several ranks all see the same shapes in the same order.
@@ -169,7 +169,7 @@ class Graphed:
     def __call__(self, batch):
         """Train on a batch, and return what the step returns, with tensors that later steps leave alone."""
         if self.refusal:
-            return self.eager(batch)
+            return kept_result(self.eager(batch))
         if self._error is not None:
             raise self._error
         with self._on_stream():
@@ -219,10 +219,10 @@ class Graphed:
         except CaptureError as error:
             self._refuse(error)
             return self.eager(batch)
-        if shape.num_verified < self._num_verified:
-            return self._verified(shape, batch)
         if self._has_eager_gradients:
             self._drop_gradients()
+        if shape.num_verified < self._num_verified:
+            return self._verified(shape, batch)
         return self._replay(shape, batch)
 
     def _replay(self, shape, batch):
@@ -301,7 +301,7 @@ class Graphed:
         """Return the tensors that the step reaches and that were not handed over."""
         reached = [*(tensor for _, tensor in host_values.not_handed_over(self.eager, self._owned)), *tensors]
         owned = {id(part) for part in parts_of(self._owned)} | {id(b) for m in self._modules for b in m.buffers()}
-        return list({id(tensor): tensor for tensor in reached if id(tensor) not in owned}.values())
+        return list({id(t): t for t in reached if id(t) not in owned and not t.is_inference()}.values())
 
     def _snapshot(self, tensors=()) -> Snapshot:
         """Return a copy of all that the step changes."""
@@ -406,18 +406,21 @@ class Graphed:
             return self._replay(shape, batch)
         assert self._pool is not None, "the graph has its memory there"
         start, values = self._snapshot(), self._moving.now()
-        names = [name for name, _ in start.tensors]
         questions: list[str] = []
 
         def course(step):
             start.restore()
             self._moving.put_back(values)
             result = step(batch)
-            loss = loss_of(result)
-            is_scalar = isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
-            copies = [tensor.detach().clone() for _, tensor in start.tensors] if count == 3 else []
-            losses = [float(loss)] if is_scalar else []
-            return result, SimpleNamespace(losses=losses, names=names, copies={0: copies})
+            leaves, loss = tree_leaves(result), loss_of(result)
+            named = start.tensors + [(f"result {i}", leaf) for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+            is_scalar = isinstance(loss, (int, float)) or (torch.is_tensor(loss) and loss.numel() == 1)
+            return result, SimpleNamespace(
+                losses=[float(torch.as_tensor(loss).detach())] if is_scalar else [],
+                names=[name for name, _ in named],
+                copies={0: [tensor.detach().clone() for _, tensor in named]} if count == 3 else {},
+                numbers=[leaf.shape if torch.is_tensor(leaf) else repr(leaf) for leaf in leaves],
+            )
 
         def as_captured(batch):
             with answering(note=lambda: questions.append(with_library(place_of_call()))):
@@ -433,13 +436,15 @@ class Graphed:
             return self.eager(batch)
         result, eager = course(as_captured)
         differs = first(parity.difference(eager, eager, replayed))
-        if differs:
+        if first(eager.numbers != replayed.numbers):
+            differs = f"it returns {replayed.numbers}, and the eager step {eager.numbers}"
+        elif differs:
             # Kernels may give other bits each time.
             result, again = course(as_captured)
             differs = first(parity.difference(eager, again, replayed))
             if first(parity.scatter(eager, again) > MOST_NOISE):
                 words = parity.difference(eager, eager, again)
-                differs = f"two eager steps from one state differ, so not all of it was handed over: {words}"
+                differs = f"two eager steps from one state differ, as where not all was handed over: {words}"
         if not differs and first(questions) and not shape.num_verified:
             result, plain = course(self.eager)
             differs = self._price_of(first(questions)[0], eager, plain)
@@ -501,7 +506,7 @@ class Graphed:
         self._has_eager_gradients = False
 
 
-graphed = Graphed
+Graphed = graphed
 
 
 def code_of(function):

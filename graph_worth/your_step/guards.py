@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -10,129 +10,114 @@ from graph_worth.capture.pool import CaptureError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_address = torch.Tensor.data_ptr
-_training = operator.itemgetter("training")
-_TENSOR_RATE = "make lr a tensor on the device, and fill it: group['lr'].fill_(value)"
+_END = (None,)
 
 
 def parts_of(owned) -> Iterator:
     """Yield the objects in a nest of lists, tuples and dicts."""
-    if isinstance(owned, dict):
-        owned = list(owned.values())
-    if isinstance(owned, (list, tuple)):
-        for item in owned:
-            yield from parts_of(item)
-    else:
+    values = owned.values() if isinstance(owned, dict) else owned
+    for part in values if isinstance(owned, (dict, list, tuple)) else ():
+        yield from parts_of(part)
+    if not isinstance(owned, (dict, list, tuple)):
         yield owned
 
 
 class Guards:
     """What the host holds of the objects that training changes, as it is at the capture.
 
-    Looked at are the numbers in param_groups, the modules' `training`, children and hooks, and the addresses of all
-    parameters, buffers and tensors of optimizers. Lists of numbers are compared, and names looked up where they differ.
+    Numbers in param_groups, `training`, children and hooks of modules, and addresses of parameters, buffers and
+    tensors; of an optimizer's state which tensors it has. 55 us for a model of 148 parameters (docs/capture_it.md).
     """
 
     def __init__(self, owned):
         parts = list(parts_of(owned))
         modules = {id(m): m for part in parts if isinstance(part, torch.nn.Module) for m in part.modules()}
-        self._modules = [vars(module) for module in modules.values()]
-        self._names = [type(module).__name__ for module in modules.values()]
-        self._tensors = {str(index): part for index, part in enumerate(parts) if type(part) in _PLAIN}
+        self._modules = [vars(module) for module in modules.values() if "training" in vars(module)]
+        self._tensors = {index: part for index, part in enumerate(parts) if isinstance(part, torch.Tensor)}
         self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
-        self._hooks = [module[name] for module in self._modules for name in _HOOKS]
-        self._children = [module["_modules"] for module in self._modules if module["_modules"]]
-        # The optimizers' tensors, which the graph reads, whatever load_state_dict binds.
-        self._kept = [{key: dict(values) for key, values in each.state.items()} for each in self._optimizers]
-        self._kept_groups = [[dict(group) for group in each.param_groups] for each in self._optimizers]
-        self._find()
-        self._before = self._now()
+        # The tensors that the graph reads, whatever load_state_dict binds.
+        self._kept = [{key: dict(table) for key, table in _tables(each).items()} for each in self._optimizers]
+        self._look()
 
     def check(self) -> None:
-        """Raise a CaptureError where something differs; what `load_state_dict` has bound is copied to its old place."""
-        if self._homes != self._homes_now():
+        """Raise a CaptureError where something differs; what `load_state_dict` has bound goes to the old tensors."""
+        if self._homes() != self._homes_before:
             self._adopt()
-        now = self._now()
-        if now != self._before:
-            raise CaptureError(self._difference(now))
+        numbers = self._numbers()
+        if numbers != self._numbers_before:
+            pairs = itertools.zip_longest(self._numbers_before, numbers, fillvalue={"params": 0})
+            old, new = next(pair for pair in pairs if pair[0] != pair[1])
+            key = next(key for key in {**new, **old} if old.get(key) != new.get(key))
+            remedy = ": make lr a tensor on the device, and fill it: group['lr'].fill_(value)" if key == "lr" else ""
+            words = f"{key} in param_groups is {new.get(key)}, and the graph keeps {old.get(key)} of its capture"
+            raise CaptureError(words + remedy)
+        for words, values, same, before in self._looks:
+            if not all(map(same, itertools.chain(values(), _END), before)):
+                raise CaptureError(f"since the capture {words}")
 
-    def _homes_now(self):
+    def _homes(self):
         return [id(table) for each in self._optimizers for table in (each.state, *each.param_groups)]
 
-    def _find(self):
-        """Find the dicts whose values are looked at."""
-        self._homes = self._homes_now()
+    def _numbers(self):
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        return [{key: _number(value) for key, value in group.items()} for group in groups]
+
+    def _look(self):
+        self._homes_before, self._numbers_before = self._homes(), self._numbers()
         tables = [module[name] for module in self._modules for name in ("_parameters", "_buffers")]
-        tables += [values for each in self._optimizers for values in each.state.values()]
         tables = [table for table in [*tables, self._tensors] if table]
-        is_plain = [all(type(value) in _PLAIN for value in table.values()) for table in tables]
-        self._tables = [table for table, plain in zip(tables, is_plain, strict=True) if plain]
-        self._mixed = [table for table, plain in zip(tables, is_plain, strict=True) if not plain]
-        self._sized = [*self._hooks, *(each.state for each in self._optimizers)]
-        self._groups = [group for each in self._optimizers for group in each.param_groups]
-
-    def _now(self) -> tuple:
-        values = itertools.chain.from_iterable
-        return (
-            list(map(_address, values(map(dict.values, self._tables)))),
-            [(key, _held(value)) for table in self._mixed for key, value in table.items()],
-            [(key, _held(value)) for group in self._groups for key, value in group.items()],
-            list(map(_training, self._modules)),
-            list(map(id, values(map(dict.values, self._children)))),
-            list(map(len, self._sized)),
+        plain = [table for table in tables if all(type(value) in _PLAIN for value in table.values())]
+        mixed = [table for table in tables if not all(type(value) in _PLAIN for value in table.values())]
+        states = [values for each in self._optimizers for values in each.state.values()]
+        children = [module["_modules"] for module in self._modules if module["_modules"]]
+        sized = [module[name] for module in self._modules for name in _HOOKS]
+        empty, sized = (
+            [hooks for hooks in sized if not hooks],
+            [*(hooks for hooks in sized if hooks), *(each.state for each in self._optimizers)],
         )
 
-    def _difference(self, now) -> str:
-        addresses, mixed, numbers, training, children, sizes = map(
-            lambda before, after: (
-                [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
-                or ([-1] if len(before) != len(after) else [])
-            ),
-            self._before,
-            now,
-        )
-        if numbers:
-            key, was = self._before[2][numbers[0]]
-            value = now[2][numbers[0]][1]
-            if len(now[2]) != len(self._before[2]) or now[2][numbers[0]][0] != key:
-                return "param_groups have other keys than at the capture"
-            words = f"{key} in param_groups was {was} at the capture and is {value}, and a replay keeps {was}"
-            return words + (f": {_TENSOR_RATE}" if key == "lr" else "")
-        if training:
-            name = self._names[training[0]]
-            return f"{name}.training is {now[3][training[0]]}, and was {self._before[3][training[0]]} at the capture"
-        if children:
-            return "a module has another child than at the capture"
-        if addresses or mixed:
-            return f"{self._name_of(addresses, mixed)} lies elsewhere than at the capture: copy into the old tensor"
-        index = sizes[0]
-        if index >= len(self._hooks):
-            return "an optimizer has another number of states than at the capture"
-        return f"{self._names[index // len(_HOOKS)]} has {now[5][index]} {_HOOKS[index % len(_HOOKS)]}, and had "
-        f"{self._before[5][index]} at the capture"
+        def values(tables):
+            views = [table.values() for table in tables]
+            return lambda: itertools.chain.from_iterable(views)
 
-    def _name_of(self, addresses, mixed) -> str:
-        keys = [key for table in (self._tables if addresses else self._mixed) for key in table]
-        index = (addresses or mixed)[0]
-        key = keys[index] if 0 <= index < len(keys) else "a tensor"
-        return key if isinstance(key, str) and not key.isdigit() else "a tensor that was handed over"
+        moved = "a parameter, a buffer or a tensor that was handed over lies elsewhere: copy into the old one"
+        of_plain, of_mixed, of_states, of_children = map(values, (plain, mixed, states, children))
+        looks: list[tuple[str, Callable, Callable]] = [
+            (moved, lambda: map(torch.Tensor.data_ptr, of_plain()), operator.eq),
+            (moved, lambda: map(_number, of_mixed()), operator.eq),
+            ("an optimizer has another tensor in its state: copy into the old one", of_states, operator.is_),
+            ("train() or eval() was called", lambda: map(_training, self._modules), operator.is_),
+            ("a module has another child", of_children, operator.is_),
+            ("a module or an optimizer has another number of hooks or states", lambda: map(len, sized), operator.eq),
+            ("a module has hooks that it had not", lambda: filter(None, empty), operator.eq),
+        ]
+        self._looks = [(words, now, same, [*now(), *_END]) for words, now, same in looks]
 
     def _adopt(self):
         """Copy what load_state_dict has bound into the tensors that the graph reads, and bind these again."""
-        for optimizer, kept, kept_groups in zip(self._optimizers, self._kept, self._kept_groups, strict=True):
-            pairs = [(kept[key], optimizer.state[key]) for key in kept if key in optimizer.state]
-            for old, new in [*pairs, *zip(kept_groups, optimizer.param_groups, strict=False)]:
-                for name, tensor in old.items():
-                    value = new.get(name)
-                    if isinstance(tensor, torch.Tensor) and value is not None and value is not tensor:
+        for optimizer, kept in zip(self._optimizers, self._kept, strict=True):
+            tables = _tables(optimizer)
+            for key, new in tables.items():
+                for name, tensor in kept.get(key, {}).items():
+                    if isinstance(tensor, torch.Tensor) and new.get(name) is not None and new[name] is not tensor:
                         with torch.no_grad():
-                            tensor.copy_(torch.as_tensor(value))
+                            tensor.copy_(torch.as_tensor(new[name]))
                         new[name] = tensor
-        self._find()
+        numbers = self._numbers_before
+        self._look()
+        self._numbers_before = numbers
 
 
-def _held(value):
-    """Return what tells a value from another one: of a tensor its address."""
+def _tables(optimizer) -> dict:
+    """Return the state of each parameter, and the groups by their number."""
+    return {**optimizer.state, **dict(enumerate(optimizer.param_groups))}
+
+
+_training = operator.itemgetter("training")
+
+
+def _number(value):
+    """Return what tells a value from another one: of a tensor its address, of a list its length."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return len(value) if isinstance(value, list) else value

@@ -23,18 +23,25 @@ def register_nests(batch) -> None:
         register_nests(batch)
 
 
+@dataclasses.dataclass
+class _Registered:
+    """The names of the values in a nest, by which structures are compared, and the nest."""
+
+    names: list
+    nest: object = dataclasses.field(compare=False)
+
+
 def _register(kind):
     def flatten(nest):
         values, _ = _parts_of(nest)
-        return list(values.values()), (nest, list(values))
+        return list(values.values()), _Registered(list(values), nest)
 
     def flatten_with_keys(nest):
         values, context = flatten(nest)
-        return [(MappingKey(key), value) for key, value in zip(context[1], values, strict=True)], context
+        return [(MappingKey(key), value) for key, value in zip(context.names, values, strict=True)], context
 
     def unflatten(values, context):
-        nest, keys = context
-        return _parts_of(nest)[1](nest, dict(zip(keys, values, strict=True)))
+        return _parts_of(context.nest)[1](context.nest, dict(zip(context.names, values, strict=True)))
 
     _pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
 

@@ -1,0 +1,533 @@
+"""`graphed`: trains as eager does, or refuses before a wrong loss reaches the caller. On a CPU with host graphs."""
+
+import copy
+import importlib.util
+import random
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from graph_worth import CaptureError, graphed, one_stream
+from graph_worth.folders import ROOT
+from graph_worth.snapshot import Snapshot
+from graph_worth.your_step.parts import loss_of
+from tests.gallery.test_gallery import BROKEN, NEED_GPU, SOUND
+from tests.helpers import gloo_ranks
+
+CPU = torch.device("cpu")
+# Eager reads memory that nothing has written, or a thread draws beside it: no two trainings are equal.
+NOT_REPEATABLE = {"expert_without_rows", "uninitialised_memory", "noise_thread"}
+# On a GPU these are refused in the capture; a host graph holds them, the first within a rounding.
+HELD_ON_A_CPU = {"product_in_loss", "fill_with_tensor", "normal_with_deviations"}
+# Their step is sound, or their shapes come too seldom to be captured here. A step's own capture is not looked at.
+SOUND_HERE = {"counting_router", "longest_in_batch", "longest_in_many", "many_shapes", "not_handed_over"}
+SOUND_HERE |= {"warm_statistics", *HELD_ON_A_CPU}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cpu":
+        yield CPU
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield torch.device("cuda", 0)
+
+
+class Training:
+    """A small model with dropout, its AdamW and a step that gives a loss and the number of right answers."""
+
+    def __init__(self, device, lr=None, change=lambda training, loss: loss):
+        torch.manual_seed(1)
+        layers = nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.BatchNorm1d(16), nn.Linear(16, 4)
+        self.model, self.change, self.scale = nn.Sequential(*layers).to(device), change, 1.0
+        lr = torch.tensor(0.01, device=device) if lr is None else lr
+        on_gpu = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True, capturable=on_gpu)
+        self.owned = [self.model, self.optimizer]
+        torch.manual_seed(2)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        scores = self.model(batch["x"].to(self.model[0].weight.device, non_blocking=True))
+        labels = batch["y"].to(scores.device, non_blocking=True)
+        loss = self.change(self, nn.functional.cross_entropy(scores, labels))
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss, "right": (scores.argmax(-1) == labels).sum()}
+
+    def state(self):
+        return [tensor.detach().clone() for _, tensor in Snapshot(self.owned, self.model[0].weight.device).tensors]
+
+
+def batches(count, rows=(6,), pinned=False):
+    generator = torch.Generator().manual_seed(3)
+    sizes = [rows[index % len(rows)] for index in range(count)]
+    made = [
+        {"x": torch.randn(n, 8, generator=generator), "y": torch.randint(4, (n,), generator=generator)} for n in sizes
+    ]
+    return [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in made] if pinned else made
+
+
+def graphed_on(training, **options):
+    return graphed(training.step, training.owned, cpu="host_graph", **options)
+
+
+def assert_trains_alike(eager, ours, step, data, before=lambda training, index: None):
+    """Both trainings over the batches: results and states are equal bit for bit. Results are read at the end."""
+    expected, results = [], []
+    seed = torch.initial_seed()
+    for training, make, rows in ((eager, eager.step, expected), (ours, step, results)):
+        torch.manual_seed(seed)
+        for index, batch in enumerate(data):
+            before(training, index)
+            rows.append(make(batch))
+    for index, (a, b) in enumerate(zip(expected, results, strict=True)):
+        assert torch.equal(a["loss"].detach(), b["loss"]), index
+        assert torch.equal(a["right"], b["right"]), index
+        assert not b["loss"].requires_grad
+    assert all(map(torch.equal, eager.state(), ours.state()))
+
+
+# --- it trains as eager does
+
+
+def test_twenty_steps_are_eager_s_bit_for_bit_and_each_batch_counts_once(device):
+    eager, ours = Training(device), Training(device)
+    step = graphed_on(ours)
+    assert_trains_alike(eager, ours, step, batches(20, pinned=device.type == "cuda"))
+    assert (step.replays, len(step.shapes)) == (17, 1)
+    assert step.pool_bytes > 0
+    step.release()
+    assert (step.replays, step.shapes, step.pool_bytes) == (17, [], 0)
+
+
+def test_shapes_in_turn_and_a_last_batch_of_another_shape_share_a_pool(device):
+    data = batches(24, rows=(6, 4)) + batches(1, rows=(3,))
+    eager, ours = Training(device), Training(device)
+    step = graphed_on(ours)
+    assert_trains_alike(eager, ours, step, data)
+    assert [signature[0][0][0] for signature in step.shapes] == [6, 4]
+    assert step.replays == 18, "the last shape came once: it was eager"
+
+
+def test_a_rate_in_a_tensor_is_filled_between_steps(device):
+    def decay(training, index):
+        training.optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + index))
+
+    eager, ours = Training(device), Training(device)
+    assert_trains_alike(eager, ours, graphed_on(ours), batches(12), before=decay)
+
+
+def test_evaluation_zero_grad_and_loaded_states_between_steps_are_free(device):
+    kept = {}
+
+    def between(training, index):
+        training.model.eval()
+        with torch.no_grad():
+            training.model(torch.ones(2, 8, device=device))
+        training.model.train()
+        training.optimizer.zero_grad(set_to_none=True)
+        if index == 5:
+            kept[training] = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
+        if index == 10:
+            training.model.load_state_dict(kept[training][0])
+            training.optimizer.load_state_dict(kept[training][1])
+
+    eager, ours = Training(device), Training(device)
+    assert_trains_alike(eager, ours, graphed_on(ours), batches(14), before=between)
+
+
+def test_a_shape_captured_before_training_leaves_the_state_as_it_was(device):
+    eager, ours = Training(device), Training(device)
+    step = graphed_on(ours)
+    step.capture(batches(1)[0])
+    assert len(step.shapes) == 1
+    assert all(not tensor.any() for state in ours.optimizer.state.values() for tensor in state.values())
+    assert_trains_alike(eager, ours, step, batches(8))
+    assert step.replays == 8
+
+
+def test_gradients_of_eager_steps_are_not_left_as_if_they_were_of_a_replay(device):
+    ours = Training(device)
+    step = graphed_on(ours)
+    for batch in batches(8):
+        step(batch)
+    assert all(parameter.grad is None for parameter in ours.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dataclass", "object"])
+def test_nests_of_batches_and_results_are_taken_and_results_are_the_caller_s_to_keep(kind):
+    @dataclass
+    class Batch:
+        x: torch.Tensor
+        scale: float
+
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+
+    def step(batch):
+        optimizer.zero_grad()
+        x, scale = (batch.x, batch.scale) if isinstance(batch, Batch) else batch[:2]
+        loss = (weight * x).square().sum() * scale
+        loss.backward()
+        optimizer.step()
+        return types.SimpleNamespace(loss=loss, extra=[x * 2]) if kind == "object" else (loss, {"twice": x * 2})
+
+    ours = graphed(step, [optimizer, weight], cpu="host_graph")
+    xs = [torch.full((3,), float(number)) for number in range(1, 9)]
+    results = [ours(Batch(x, 0.5) if kind == "dataclass" else (x, 0.5)) for x in xs]
+    assert ours.replays == 5
+    twice = [result.extra[0] if kind == "object" else result[1]["twice"] for result in results]
+    assert all(torch.equal(a, 2 * b) for a, b in zip(twice, xs, strict=True))
+    assert len({float(loss_of(result)) for result in results}) == len(results)
+
+
+# --- it refuses
+
+
+def change_rate(training):
+    training.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def change_decay(training):
+    training.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def new_key(training):
+    training.optimizer.param_groups[0]["warm"] = 1
+
+
+def move_weight(training):
+    training.model[0].weight.data = training.model[0].weight.data.clone()
+
+
+def bind_weight(training):
+    training.model[0].weight = nn.Parameter(training.model[0].weight.detach().clone())
+
+
+def bind_statistics(training):
+    training.model[3].running_mean = training.model[3].running_mean.clone()
+
+
+def bind_moment(training):
+    state = training.optimizer.state[training.model[0].weight]
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+def replace_layer(training):
+    training.model[1] = nn.GELU()
+
+
+def evaluate(training):
+    training.model.eval()
+
+
+def add_hook(training):
+    training.model[1].register_forward_hook(lambda *args: None)
+
+
+def add_parameters(training):
+    training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (change_rate, r"lr in param_groups is 0.5, .*fill_\(value\)"),
+        (change_decay, "weight_decay in param_groups is 0.5, and the graph keeps 0.01"),
+        (new_key, "warm in param_groups is 1, and the graph keeps None"),
+        (move_weight, "lies elsewhere"),
+        (bind_weight, "lies elsewhere"),
+        (bind_statistics, "lies elsewhere"),
+        (bind_moment, "another tensor in its state"),
+        (replace_layer, "another child"),
+        (evaluate, r"train\(\) or eval\(\)"),
+        (add_hook, "hooks"),
+        (add_parameters, "param_groups"),
+    ],
+)
+def test_what_the_caller_changes_is_refused_before_the_replay(change, words):
+    ours = Training(CPU)
+    step = graphed_on(ours)
+    for batch in batches(8):
+        step(batch)
+    change(ours)
+    before, replays = ours.state(), step.replays
+    with pytest.raises(CaptureError, match=words) as raised:
+        step(batches(1)[0])
+    assert all(map(torch.equal, before, ours.state()))
+    assert step.replays == replays
+    assert "graph-worth doctor" in str(raised.value)
+    assert raised.value.place.startswith(__file__)
+    with pytest.raises(CaptureError, match=words):
+        step(batches(1)[0])
+
+
+def test_a_number_that_the_caller_changes_is_seen_by_check_always():
+    def scaled(training, loss):
+        return loss * training.scale
+
+    for check in ("numbers", "always"):
+        ours = Training(CPU, change=scaled)
+        step = graphed_on(ours, check=check)
+        for batch in batches(8):
+            step(batch)
+        ours.scale = 2.0
+        if check == "numbers":
+            step(batches(1)[0])  # as the page says
+            continue
+        with pytest.raises(CaptureError, match=r"self.scale was 1.0 at the capture and is 2.0"):
+            step(batches(1)[0])
+
+
+def test_a_shape_too_many_is_refused_or_stays_eager():
+    ours = Training(CPU)
+    step = graphed_on(ours, shapes=1)
+    step(batches(1)[0])
+    with pytest.raises(CaptureError, match=r"a batch of \[5, 8\], \[5\] has shape 2, and shapes=1"):
+        step(batches(1, rows=(5,))[0])
+    eager, ours = Training(CPU), Training(CPU)
+    step = graphed_on(ours, shapes=1, on_refusal="eager")
+    with pytest.warns(UserWarning, match="such batches stay eager") as seen:
+        assert_trains_alike(eager, ours, step, batches(16, rows=(6, 5, 4)))
+    assert len(seen) == 2, "once for each shape"
+    assert step.replays > 0
+
+
+def test_a_refused_step_goes_on_eagerly_and_says_so_once():
+    def reads(training, loss):
+        return loss * 2 if loss.item() > 1e9 else loss
+
+    eager, ours = Training(CPU, change=reads), Training(CPU, change=reads)
+    step = graphed_on(ours, on_refusal="eager")
+    with pytest.warns(UserWarning, match="from now on the step runs eagerly") as seen:
+        assert_trains_alike(eager, ours, step, batches(8))
+    assert len(seen) == 1
+    assert "reads a value" in step.refusal
+    assert step.replays == 0
+
+
+def test_a_number_in_the_result_that_changes_is_refused():
+    count = iter(range(100))
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = (weight * x).sum()
+        loss.backward()
+        optimizer.step()
+        return loss, next(count)
+
+    ours = graphed(step, [weight, optimizer], cpu="host_graph")
+    for _ in range(3):
+        ours(torch.ones(3))
+    with pytest.raises(CaptureError, match="returns"):
+        ours(torch.ones(3))
+
+
+def test_a_cpu_stays_eager_and_says_so_once():
+    eager, ours = Training(CPU), Training(CPU)
+    with pytest.warns(UserWarning, match="a CPU, which has no graphs") as seen:
+        step = graphed(ours.step, ours.owned)
+        expected = [eager.step(batch)["loss"] for batch in batches(8)]
+        torch.manual_seed(2)
+        results = [step(batch)["loss"] for batch in batches(8)]
+    assert len(seen) == 1
+    assert all(map(torch.equal, expected, results))
+    if not torch.cuda.is_available():
+        with pytest.warns(UserWarning, match="no GPU"):
+            assert one_stream() is None
+
+
+def ranks_with_other_shapes():
+    """For gloo_ranks: rank 1 sees its shapes the other way round."""
+    ours = Training(CPU)
+    step = graphed_on(ours)
+    data = batches(2, rows=(6, 4))
+    try:
+        for batch in data if torch.distributed.get_rank() == 0 else data[::-1]:
+            step(batch)
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_ranks_that_see_shapes_in_another_order_all_raise():
+    texts = gloo_ranks.run("tests.graph_worth.your_step.test_graphed", "ranks_with_other_shapes", 2)
+    assert all("ranks see batches of other shapes" in text for text in texts)
+
+
+# --- the gallery
+
+
+def trained(path, device, wrap, count=14):
+    """Losses and the state of a training of the gallery, up to its refusal, and the refusal."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    step, data, owned = module.build(device)
+    step = wrap(step["eager"] if isinstance(step, dict) else step, owned)
+    torch.manual_seed(1)
+    random.seed(1)
+    losses = []
+    for index in range(count):
+        try:
+            losses.append(float(loss_of(step(data[index % len(data)])).detach()))
+        except CaptureError as error:
+            return losses, [], error, step
+    return losses, [tensor.clone() for _, tensor in Snapshot(owned, device).tensors], None, step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.gpu if path.stem in NEED_GPU else [], id=path.stem) for path in BROKEN],
+)
+def test_no_loss_of_a_broken_step_reaches_the_caller_unless_it_is_eager_s(path, device):
+    if device.type == "cpu" and path.stem in NEED_GPU:
+        pytest.skip("needs a GPU")
+    expected, state, _, _ = trained(path, device, lambda step, owned: step)
+    wrap = lambda step, owned: graphed(step, owned, cpu="host_graph")  # noqa: E731
+    losses, ours, refusal, _ = trained(path, device, wrap)
+    if path.stem not in NOT_REPEATABLE:
+        assert losses == expected[: len(losses)]
+    if refusal is None:
+        assert path.stem in SOUND_HERE or path.stem == "capture_aware"
+        assert all(torch.allclose(a, b) for a, b in zip(state, ours, strict=True))
+    else:
+        assert ":" in refusal.place, refusal
+        assert str(refusal).endswith("names the lines (docs/capture_it.md)")
+    if device.type == "cpu":
+        assert (refusal is None) == (path.stem in SOUND_HERE), refusal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in SOUND])
+def test_a_sound_step_trains_bit_for_bit(path, device):
+    expected, state, _, _ = trained(path, device, lambda step, owned: step)
+    losses, ours, refusal, step = trained(path, device, lambda step, owned: graphed(step, owned, cpu="host_graph"))
+    assert refusal is None, refusal
+    assert step.replays >= 8
+    assert losses == expected
+    assert all(map(torch.equal, state, ours))
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [False, True])
+def test_amp_with_a_loss_scaler_and_clipping_trains_as_eager_does(clip):
+    device = torch.device("cuda", 0)
+
+    class Scaled(Training):
+        def __init__(self):
+            super().__init__(device)
+            self.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**17, growth_interval=4)
+            self.owned = [*self.owned, self.scaler]
+
+        def step(self, batch):
+            self.optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                scores = self.model(batch["x"].to(device))
+                labels = batch["y"].to(device)
+                loss = nn.functional.cross_entropy(scores, labels)
+            self.scaler.scale(loss).backward()
+            if clip:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), 0.5, foreach=True)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return {"loss": loss, "right": (scores.argmax(-1) == labels).sum()}
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        eager, ours = Scaled(), Scaled()
+        step = graphed_on(ours)
+        assert_trains_alike(eager, ours, step, batches(20))
+        assert eager.scaler.get_scale() == ours.scaler.get_scale()
+        assert step.replays == 17
+
+
+@pytest.mark.gpu
+def test_compiled_modules_train_inside_of_the_graph():
+    device = torch.device("cuda", 0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        eager, ours = (Training(device) for _ in range(2))
+        for training in (eager, ours):
+            training.model[2].p = 0.0  # compiled code draws other numbers
+            training.model.compile()
+        step = graphed_on(ours)
+        assert_trains_alike(eager, ours, step, batches(12))
+        assert step.replays == 9
+
+
+@pytest.mark.gpu
+def test_memory_goes_back_and_random_numbers_are_drawn_after_a_failed_capture():
+    device = torch.device("cuda", 0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ours = Training(device, change=lambda training, loss: loss * 2 if loss.item() > 1e9 else loss)
+        step = graphed_on(ours, on_refusal="eager")
+        with pytest.warns(UserWarning, match="from now on the step runs eagerly"):
+            for batch in batches(6):
+                step(batch)
+        assert torch.rand(3, device=device).sum() > 0
+        ours = Training(device)
+        step = graphed_on(ours)
+        for batch in batches(8):
+            step(batch)
+        held = torch.cuda.memory_reserved()
+        in_pool = step.pool_bytes
+        assert in_pool > 0
+        step.release()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= held - in_pool
+
+
+SCRIPT = """
+import sys, warnings, torch
+from torch import nn
+from graph_worth import graphed, one_stream
+
+if sys.argv[1] == "one":
+    one_stream()
+    assert one_stream() == torch.cuda.current_stream() != torch.cuda.default_stream()
+torch.manual_seed(0)
+
+def trained(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 64)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    def step(batch):
+        optimizer.zero_grad()
+        loss = (model(batch.cuda(non_blocking=True)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+    step, losses = wrap(step, [model, optimizer]), []
+    data = [torch.randn(32, 64).pin_memory() for _ in range(20)]
+    for batch in data:
+        losses.append(step(batch))
+        junk = torch.randn(1 << 20, device="cuda")  # memory of results that a replay wrongly reused would show
+    return [float(loss) for loss in losses], [p.tolist() for p in model.parameters()]
+
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    a, b = trained(lambda step, owned: step), trained(graphed)
+assert a == b
+words = [str(warning.message) for warning in seen]
+assert sum("one_stream" in text for text in words) == (sys.argv[1] != "one"), words
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", ["one", "default"])
+def test_a_program_on_one_stream_or_on_the_default_one_trains_as_eager_does(streams):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, streams], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
