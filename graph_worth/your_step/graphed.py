@@ -8,15 +8,13 @@
         loss = step(batch)
 
 The first calls of a shape are eager training steps. The next one captures, which runs nothing on a GPU, and replays
-once. Before each replay cheap looks (guards.py) tell whether the host still holds what the graph holds. The first
-replays are compared with the eager step from the same state, and the caller gets eager's result and eager's state.
+once. Before each replay guards.py looks whether the host still holds what the graph holds. The first replays are
+compared with the eager step from the same state, and the caller gets eager's result and eager's state.
 """
 
 import contextlib
-import functools
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +44,7 @@ from graph_worth.your_step.user_lines import Source
 DOCTOR = "`graph-worth doctor FILE.py:build` names the lines (docs/capture_it.md)"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TWO_STREAMS = (
-    "graphed: this program works on the default stream, and graphs need another one: replays beside it are up to 9 % "
+    "this program works on the default stream, and graphs need another one: replays beside it are up to 9 % "
     "slower where kernels take 4 us. Call graph_worth.one_stream() in the program's first line"
 )
 
@@ -65,7 +63,7 @@ class _Shape:
 
 
 class graphed:
-    """A step as graphs; call it as the step itself: graphed_step(batch) -> what the step returns, yours to keep.
+    """A step as graphs. It is called as the step itself, and the tensors that it returns are yours to keep.
 
     It is not thread-safe, and works on one device. With several ranks all see the same shapes in the same order.
 
@@ -101,34 +99,31 @@ class graphed:
         check: Literal["numbers", "always"] = "numbers",
         warm_up: int | None = None,
     ):
-        self.eager, self._owned = step, list(owned) if isinstance(owned, (list, tuple)) else [owned]
-        self._most_shapes, self._num_verified, self._is_forgiving = shapes, verify, on_refusal == "eager"
-        self._looks_always = check == "always"
-        parts = list(parts_of(self._owned))
-        has_ddp = any(isinstance(part, torch.nn.parallel.DistributedDataParallel) for part in parts)
+        self.eager, self._parts = step, list(parts_of(owned))
+        parts = self._parts
+        self._most_shapes, self._num_verified = shapes, verify
+        self._is_forgiving, self._looks_always = on_refusal == "eager", check == "always"
+        self._modules = [part for part in parts if isinstance(part, torch.nn.Module)]
+        has_ddp = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in self._modules)
         self._num_warm = warm_up or (DDP_WARM_STEPS if has_ddp else WARM_STEPS)
-        modules = [part for part in parts if isinstance(part, torch.nn.Module)]
-        self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        parameters += [parameter for group in groups for parameter in group["params"]]
+        optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        parameters = [parameter for module in self._modules for parameter in module.parameters()]
+        parameters += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
-        self._modules, self._generators = modules, [part for part in parts if isinstance(part, torch.Generator)]
-        tensors = [*self._parameters, *(part for part in parts if isinstance(part, torch.Tensor))]
+        tensors = [*self._parameters, *tensors_in(parts)]
         self.device = tensors[0].device if tensors else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.refusal = ""
+        self._generators = [p for p in parts if isinstance(p, torch.Generator) and p.device.type == self.device.type]
+        self._moving = host_values.Moving(step, parts)
+        # Values on the host that the step changes, with words; tensors that it writes and that were not handed over.
+        self._changes: dict[str, str] = {}
+        self._written: dict[int, torch.Tensor] = {}
         self._warned: set[str] = set()
         self._stream: Any = None
-        self._past_replays = 0
-        # Name of a value on the host that the step changes -> its words.
-        self._changes: dict[str, str] = {}
-        self._moving = host_values.Moving(step, self._owned)
-        # Tensors that were not handed over, and that the step writes.
-        self._written: dict[int, torch.Tensor] = {}
+        self._past_replays, self.refusal = 0, ""
         self._forget()
         if self.device.type == "cpu" and cpu == "eager":
             self.refusal = "the step runs on a CPU, which has no graphs"
-            self._warn(f"graphed: {self.refusal}: it stays eager")
+            self._warn(f"{self.refusal}: it stays eager")
 
     def _forget(self):
         self._pool: Pool | None = None
@@ -141,8 +136,7 @@ class graphed:
     @property
     def shapes(self) -> list[tuple]:
         """Shapes, dtypes and strides, and values that are no tensors, of the batches that have a graph."""
-        every = [shape for alike in self._shapes.values() for shape in alike]
-        return [shape.signature for shape in every if shape.graph is not None]
+        return [shape.signature for alike in self._shapes.values() for shape in alike if shape.graph is not None]
 
     @property
     def replays(self) -> int:
@@ -155,7 +149,7 @@ class graphed:
         return self._pool.bytes() if self._pool else 0
 
     def release(self) -> None:
-        """Drop the graphs and their memory, as before a process group ends. A later call warms up and captures anew."""
+        """Drop the graphs and their memory, as before a process group ends. Later calls warm up and capture anew."""
         if self._pool is not None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -177,17 +171,14 @@ class graphed:
         return kept_result(result)
 
     def capture(self, batch) -> None:
-        """Capture a shape of batch before training: what its warm-up changes is put back.
+        """Capture the shape of a batch before training. What its warm-up changes is put back.
 
         State that an optimizer makes in its first step is zero afterwards.
         """
         if self.refusal:
             return
         with self._on_stream():
-            start, values = (
-                self._snapshot(self._others(host_values.look(self.eager, self._owned, self.device)[1].values())),
-                self._moving.now(),
-            )
+            start, values = self._snapshot(self._not_owned(self._look()[1])), self._moving.now()
             known = {id(tensor) for _, tensor in start.tensors}
             shape = self._shape_of(batch)
             while shape.num_warm < self._num_warm:
@@ -201,7 +192,6 @@ class graphed:
             self._moving.put_back(values)
 
     def _step(self, batch):
-        shape: Any
         try:
             shape = self._shape_of(batch)
         except CaptureError as error:
@@ -229,7 +219,7 @@ class graphed:
         try:
             return shape.graph.replay(batch)
         except CaptureError as error:
-            raise self._refusal_of(str(error), error.place, error) from None
+            raise self._refusal_of(error) from None
 
     @contextlib.contextmanager
     def _on_stream(self):
@@ -247,117 +237,98 @@ class graphed:
         current.wait_stream(self._stream)
 
     def _shape_of(self, batch) -> _Shape:
-        shape = self._known_shape(batch)
-        if shape is not None:
-            return shape
-        register_nests(batch)
-        shape = self._known_shape(batch)
-        if shape is not None:
-            return shape
-        leaves, structure = tree_flatten(batch)
+        for look in (lambda _: None, register_nests):
+            look(batch)
+            leaves, structure = tree_flatten(batch)
+            signature = tuple((x.shape, x.dtype, x.stride()) if torch.is_tensor(x) else repr(x) for x in leaves)
+            for shape in self._shapes.get(signature, ()):
+                if shape.structure == structure:
+                    return shape
         if not tensors_in(leaves):
             raise ValueError("graphed: the batch has no tensor; a batch is a tensor or a nest of tensors")
-        signature, number = _signature(leaves), sum(map(len, self._shapes.values()))
+        number = sum(map(len, self._shapes.values()))
         if number >= self._most_shapes:
-            words = ", ".join(
-                str(list(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-            )
-            advice = "pad batches to fewer lengths, make numbers tensors, drop_last=True, or raise shapes="
-            raise self._refusal_of(f"a batch of {words} has shape {number + 1}, and shapes={number}: {advice}")
+            words = ", ".join(str(list(leaf.shape)) if torch.is_tensor(leaf) else repr(leaf) for leaf in leaves)
+            words = f"a batch of {words} has shape {number + 1}, and shapes={number}: pad batches to fewer lengths, "
+            raise self._refusal_of(words + "make numbers tensors, drop_last=True, or raise shapes=")
         shape = _Shape(signature, structure)
         self._shapes.setdefault(signature, []).append(shape)
         return shape
-
-    def _known_shape(self, batch):
-        leaves, structure = tree_flatten(batch)
-        return next((shape for shape in self._shapes.get(_signature(leaves), ()) if shape.structure == structure), None)
 
     # --- warm-up and capture
 
     def _warm(self, shape, batch):
         """Make an eager step, and note what it changes on the host."""
-        if has_several_ranks():
-            every = of_all_ranks((str(shape.signature), str(shape.structure), shape.num_warm))
-            if len(set(every)) > 1:
-                raise self._refusal_of("ranks see batches of other shapes, or in another order: let all see the same")
-        before = host_values.look(self.eager, self._owned, self.device)
-        versions = [(tensor, tensor._version) for tensor in self._others(before[1].values())]
+        every = of_all_ranks((str(shape.signature), shape.num_warm)) if has_several_ranks() else []
+        if len(set(every)) > 1:
+            raise self._refusal_of("ranks see batches of other shapes, or in another order: let all see the same")
+        before = self._look()
+        versions = [(tensor, tensor._version) for tensor in self._not_owned(before[1])]
         with _added_gradients(self._parameters) as added:
             result = self.eager(batch)
-        after = host_values.look(self.eager, self._owned, self.device)
         shape.num_warm += 1
         self._has_eager_gradients = True
         self._moving.note()
         self._written |= {id(tensor): tensor for tensor, version in versions if tensor._version != version}
         if shape.num_warm > 1 or self._num_warm == 1:
             # A first step may make what later ones use.
-            self._note_changes(before, after)
+            for words, old, new in zip(("", "is another tensor", "draws"), before, self._look(), strict=True):
+                pairs = [(name, old[name], new[name]) for name in old.keys() & new.keys()]
+                changed = [row for row in pairs if row[1] is not row[2] and (words[:2] == "is" or row[1] != row[2])]
+                self._changes |= {name: words or f"goes from {a!r} to {b!r}" for name, a, b in changed}
         if added:
             words = "the step adds to gradients from before it, where a replay begins anew: begin it with zero_grad()"
             self._refuse(self._refusal_of(words))
         return result
 
-    def _others(self, tensors=()) -> list[torch.Tensor]:
+    def _look(self):
+        return host_values.look(self.eager, self._parts, self.device)
+
+    def _not_owned(self, tensors: dict) -> list[torch.Tensor]:
         """Return the tensors that the step reaches and that were not handed over."""
-        reached = [*(tensor for _, tensor in host_values.not_handed_over(self.eager, self._owned)), *tensors]
-        owned = {id(part) for part in parts_of(self._owned)} | {id(b) for m in self._modules for b in m.buffers()}
+        reached = [*(tensor for _, tensor in host_values.not_handed_over(self.eager, self._parts)), *tensors.values()]
+        owned = set(map(id, self._parts)) | {id(buffer) for module in self._modules for buffer in module.buffers()}
         return list({id(t): t for t in reached if id(t) not in owned and not t.is_inference()}.values())
 
     def _snapshot(self, tensors=()) -> Snapshot:
         """Return a copy of all that the step changes."""
-        return Snapshot([*self._owned, *({**self._written, **{id(t): t for t in tensors}}.values())], self.device)
-
-    def _note_changes(self, before, after):
-        values, tensors, states = (
-            {name: (old[name], new.get(name, old[name])) for name in old}
-            for old, new in zip(before, after, strict=True)
-        )
-        self._changes |= {name: f"goes from {a!r} to {b!r}" for name, (a, b) in values.items() if a != b}
-        self._changes |= {name: "is another tensor" for name, (a, b) in tensors.items() if a is not b}
-        self._changes |= {name: "draws" for name, (a, b) in states.items() if a != b}
+        return Snapshot([*self._parts, *{id(t): t for t in [*self._written.values(), *tensors]}.values()], self.device)
 
     def _require_still(self):
-        """Refuse what a step changes on the host and code reads: a replay repeats neither."""
-        sources = [Source(path) for path in self._files()] if self._changes else []
+        """Refuse what the step changes on the host, and code reads: a replay does neither."""
+        codes = [_code_of(self.eager), *(_code_of(type(part).forward) for m in self._modules for part in m.modules())]
+        names = dict.fromkeys(code.co_filename for code in codes if code is not None) if self._changes else {}
+        paths = [Path(name) for name in names if not name.startswith(_TORCH)]
+        sources = [Source(path) for path in paths if path.is_file()]
         for name, words in self._changes.items():
-            if words == "draws":
-                lines = [source.at(line) for source in sources if (line := source.draws(name))]
-                words = f"the step draws from {name}: each replay would have the numbers of the capture"
-                raise self._refusal_of(words, next(iter(lines), ""))
-            lines = [source.at(line) for source in sources if (line := source.reads(name))]
-            if lines:
-                raise self._refusal_of(f"{name} {words} in the step, and is read here: a replay leaves it", lines[0])
-
-    def _files(self) -> Iterator[Path]:
-        """Yield the files of the step and of the modules, but for torch's."""
-        codes = [code_of(self.eager), *(code_of(type(part).forward) for m in self._modules for part in m.modules())]
-        names = dict.fromkeys(code.co_filename for code in codes if code is not None)
-        yield from (Path(name) for name in names if Path(name).is_file() and not name.startswith(_TORCH))
+            is_drawn = words == "draws"
+            lines = ((source, source.draws(name) if is_drawn else source.reads(name)) for source in sources)
+            place = next((source.at(line) for source, line in lines if line), "")
+            if is_drawn:
+                raise self._refusal_of(
+                    f"the step draws from {name}: each replay would have the capture's numbers", place
+                )
+            if place:
+                raise self._refusal_of(f"{name} {words} in the step, and is read here: a replay leaves it", place)
 
     def _capture(self, shape, batch):
         self._require_still()
         if self._pool is None:
             self._pool = Pool(self.device)
             for generator in self._generators:
-                if generator.device.type == self.device.type:
-                    self._pool.register_generator(generator)
+                self._pool.register_generator(generator)
         values, gradients = self._moving.now(), [(parameter, parameter.grad) for parameter in self._parameters]
         is_host = self.device.type == "cpu"
         # A host graph runs what it captures.
         start = self._snapshot() if is_host else None
-        random_state = torch.get_rng_state() if is_host else torch.cuda.get_rng_state(self.device)
+        random_state = None if is_host else torch.cuda.get_rng_state(self.device)
         failed = None
         # Casts of weights that were made before would be missing from the graph.
         torch.clear_autocast_cache()
         try:
             shape.graph = StepGraph(self._pool, self.eager, batch, self.device)
-        except CaptureError as error:
-            cause, remedy = explained(str(error), error.reason)
-            words = "; ".join(filter(None, (str(error), cause, remedy)))
-            failed = self._refusal_of(words, error.place, error)
         except Exception as error:
-            text = next(iter(str(error).splitlines()), "")
-            failed = self._refusal_of(f"in the capture the step raised {type(error).__name__}: {text}")
+            failed = self._refusal_of(error)
         torch.clear_autocast_cache()
         self._moving.put_back(values)
         for parameter, gradient in gradients:
@@ -368,28 +339,27 @@ class graphed:
         self._has_eager_gradients = True
         if start is not None:
             start.restore()
-        elif failed:
+        elif failed and random_state is not None:
             # A capture that failed leaves torch's generator as in a capture.
             generator = torch.cuda.default_generators[self.device.index or 0]
             generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())
-            torch.cuda.set_rng_state(random_state, self.device)
+            generator.set_state(random_state)
         failed = first(failed)
         if failed:
             shape.graph = None
             raise failed
-        shape.guards = Guards(self._owned)
-        if self._looks_always:
-            shape.values = host_values.look(self.eager, self._owned, self.device)[0]
+        shape.guards = Guards(self._parts)
+        shape.values = self._look()[0] if self._looks_always else {}
 
-    # --- before and after a replay
+    # --- before a replay, and after it
 
     def _check(self, shape):
         """Look whether the host still holds what the graph holds."""
         try:
             shape.guards.check()
         except CaptureError as error:
-            raise self._refusal_of(str(error)) from None
-        values = host_values.look(self.eager, self._owned, self.device)[0] if self._looks_always else {}
+            raise self._refusal_of(error) from None
+        values = self._look()[0] if self._looks_always else {}
         for name, value in shape.values.items():
             if values.get(name, value) != value and name not in self._changes:
                 words = f"{name} was {value!r} at the capture and is {values[name]!r}, and a replay keeps {value!r}"
@@ -400,11 +370,10 @@ class graphed:
         count = self._num_copies()
         if count < 3:
             words = "the losses of replays alone are" if count else "no replay is"
-            self._warn(f"graphed: there is no memory for copies of the state: {words} compared with eager")
+            self._warn(f"there is no memory for copies of the state: {words} compared with eager")
         if not count:
             shape.num_verified = self._num_verified
             return self._replay(shape, batch)
-        assert self._pool is not None, "the graph has its memory there"
         start, values = self._snapshot(), self._moving.now()
         questions: list[str] = []
 
@@ -426,10 +395,10 @@ class graphed:
             with answering(note=lambda: questions.append(with_library(place_of_call()))):
                 return self.eager(batch)
 
-        if shape.num_verified == self._num_verified - 1:
+        if shape.num_verified == self._num_verified - 1 and self._pool is not None:
             self._pool.fill_free_memory()
         try:
-            _, replayed = course(functools.partial(self._replay, shape))
+            _, replayed = course(lambda batch: self._replay(shape, batch))
         except CaptureError as error:
             start.restore()
             self._refuse(error)
@@ -447,7 +416,12 @@ class graphed:
                 differs = f"two eager steps from one state differ, as where not all was handed over: {words}"
         if not differs and first(questions) and not shape.num_verified:
             result, plain = course(self.eager)
-            differs = self._price_of(first(questions)[0], eager, plain)
+            words = first(parity.difference(plain, plain, eager))
+            words = words and f"code at {first(questions)[0]} does something else while a stream captures: {words}"
+            if first((parity.loss_deviation(eager.losses, plain.losses) or 0.0) > MOST_PRICE):
+                differs = words
+            elif words:
+                self._warn(f"{words}; the graph does so, too")
         shape.num_verified += 1
         self._has_eager_gradients = True
         if differs:
@@ -455,34 +429,29 @@ class graphed:
             self._refuse(self._refusal_of(words))
         return result
 
-    def _price_of(self, line, as_captured, plain) -> str:
-        """Warn of a step that does something else while a stream captures, and return what is too much."""
-        differs = first(parity.difference(plain, plain, as_captured))
-        words = f"code at {line} does something else while a stream captures, and so does a graph: {differs}"
-        if first((parity.loss_deviation(as_captured.losses, plain.losses) or 0.0) > MOST_PRICE):
-            return words
-        if differs:
-            self._warn(f"graphed: {words}")
-        return ""
-
     def _num_copies(self) -> int:
         """Return 3 where the state fits thrice beside itself, 1 where it fits once, else 0; alike on all ranks."""
         if self.device.type == "cpu":
             return 3
-        size = sum(parameter.nbytes for parameter in self._parameters)
-        states = [list(each.state.values()) for each in self._optimizers]
-        size += sum(tensor.nbytes for tensor in tensors_in(states))
+        states = [list(part.state.values()) for part in self._parts if isinstance(part, torch.optim.Optimizer)]
+        size = sum(tensor.nbytes for tensor in [*self._parameters, *tensors_in(states)])
         free = torch.cuda.mem_get_info(self.device)[0]
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device) - self.pool_bytes
         return min(of_all_ranks(3 if 3.3 * size < free else int(1.1 * size < free)))
 
     # --- refusals
 
-    def _refusal_of(self, words, place="", error=None) -> CaptureError:
-        code = code_of(self.eager)
+    def _refusal_of(self, error, place="") -> CaptureError:
+        """Return the error, or one of these words, with a place and the doctor's command."""
+        code, reason = _code_of(self.eager), getattr(error, "reason", "")
+        place = place or getattr(error, "place", "")
         place = place or (f"{code.co_filename}:{code.co_firstlineno}" if code else "the step")
+        words = next(iter(str(error).splitlines()), "")
+        if isinstance(error, Exception) and not isinstance(error, CaptureError):
+            words = f"in the capture the step raised {type(error).__name__}: {words}"
+        words = "; ".join(filter(None, (words, *(explained(words, reason) if isinstance(error, Exception) else ()))))
         words = words if place in words else f"{words} (at {place})"
-        return CaptureError(f"{words}. {DOCTOR}", getattr(error, "reason", ""), place, getattr(error, "log", ()))
+        return CaptureError(f"{words}. {DOCTOR}", reason, place, getattr(error, "log", ()))
 
     def _refuse(self, error):
         """Raise the error, now and in later calls, or go on eagerly and say so once."""
@@ -491,12 +460,12 @@ class graphed:
             raise error
         self.release()
         self.refusal = str(error)
-        self._warn(f"graphed: from now on the step runs eagerly: {error}")
+        self._warn(f"from now on the step runs eagerly: {error}")
 
     def _warn(self, words):
         if words not in self._warned:
             self._warned.add(words)
-            warnings.warn(words, stacklevel=4)
+            warnings.warn(f"graphed: {words}", stacklevel=4)
 
     def _drop_gradients(self):
         """Unbind gradients of eager steps, which a replay does not write."""
@@ -509,29 +478,20 @@ class graphed:
 Graphed = graphed
 
 
-def code_of(function):
+def _code_of(function):
     """Return the code of a function, a method or an object that can be called; None where there is none."""
     function = getattr(function, "func", function)
     function = getattr(function, "__func__", function)
     if not hasattr(function, "__code__"):
-        function = getattr(type(function).__call__, "__func__", type(function).__call__)
+        function = type(function).__call__
     return getattr(function, "__code__", None)
-
-
-def _signature(leaves) -> tuple:
-    return tuple(
-        (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-    )
 
 
 @contextlib.contextmanager
 def _added_gradients(parameters):
     """Yield a list of the parameters to whose gradients from before the block a backward pass in it adds."""
-    before = {
-        id(parameter): (parameter.grad, parameter.grad._version)
-        for parameter in parameters
-        if parameter.grad is not None
-    }
+    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    before = {id(parameter): (gradient, gradient._version) for parameter, gradient in gradients}
     added: list[torch.Tensor] = []
 
     def look(parameter):

@@ -36,7 +36,7 @@ class Guards:
         self._tensors = {index: part for index, part in enumerate(parts) if isinstance(part, torch.Tensor)}
         self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
         # The tensors that the graph reads, whatever load_state_dict binds.
-        self._kept = [{key: dict(table) for key, table in _tables(each).items()} for each in self._optimizers]
+        self._kept = [{key: dict(table) for key, table in _tables(optimizer).items()} for optimizer in self._optimizers]
         self._look()
 
     def check(self) -> None:
@@ -56,10 +56,10 @@ class Guards:
                 raise CaptureError(f"since the capture {words}")
 
     def _homes(self):
-        return [id(table) for each in self._optimizers for table in (each.state, *each.param_groups)]
+        return [id(table) for optimizer in self._optimizers for table in (optimizer.state, *optimizer.param_groups)]
 
     def _numbers(self):
-        groups = [group for each in self._optimizers for group in each.param_groups]
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [{key: _number(value) for key, value in group.items()} for group in groups]
 
     def _look(self):
@@ -68,12 +68,12 @@ class Guards:
         tables = [table for table in [*tables, self._tensors] if table]
         plain = [table for table in tables if all(type(value) in _PLAIN for value in table.values())]
         mixed = [table for table in tables if not all(type(value) in _PLAIN for value in table.values())]
-        states = [values for each in self._optimizers for values in each.state.values()]
+        states = [values for optimizer in self._optimizers for values in optimizer.state.values()]
         children = [module["_modules"] for module in self._modules if module["_modules"]]
         sized = [module[name] for module in self._modules for name in _HOOKS]
         empty, sized = (
             [hooks for hooks in sized if not hooks],
-            [*(hooks for hooks in sized if hooks), *(each.state for each in self._optimizers)],
+            [*(hooks for hooks in sized if hooks), *(optimizer.state for optimizer in self._optimizers)],
         )
 
         def values(tables):
@@ -109,7 +109,7 @@ class Guards:
 
 
 def _tables(optimizer) -> dict:
-    """Return the state of each parameter, and the groups by their number."""
+    """Return the state of optimizer parameter, and the groups by their number."""
     return {**optimizer.state, **dict(enumerate(optimizer.param_groups))}
 
 
