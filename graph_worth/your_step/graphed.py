@@ -298,7 +298,7 @@ class graphed:
         """Refuse what the step changes on the host, and code reads: a replay does neither."""
         codes = [_code_of(self.eager), *(_code_of(type(part).forward) for m in self._modules for part in m.modules())]
         names = dict.fromkeys(code.co_filename for code in codes if code is not None) if self._changes else {}
-        paths = [Path(name) for name in names if not name.startswith(_TORCH)]
+        paths = [Path(name) for name in names if name.endswith(".py") and not name.startswith(_TORCH)]
         sources = [Source(path) for path in paths if path.is_file()]
         for name, words in self._changes.items():
             is_drawn = words == "draws"

@@ -1,0 +1,189 @@
+"""The code to paste: README.md's step, and each block of docs/capture_it.md, which trains as its step does eagerly.
+
+On a CPU host graphs stand in for CUDA's, and modules stay as they are where a block compiles them.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import graph_worth
+from graph_worth.folders import ROOT
+from graph_worth.your_step import doctor
+from graph_worth.your_step.findings import STOPS, WRONG
+
+README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "capture_it.md").read_text()
+YOUR_STEP = (ROOT / "docs" / "your_step.md").read_text()
+(STEP,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
+(USE,) = re.findall(r"```python\n(from graph_worth.*?)```", README, re.DOTALL)
+(MINE,) = re.findall(r"```python\n(def mine.*?)```", YOUR_STEP, re.DOTALL)
+# Heading -> its blocks.
+BLOCKS = {
+    part.partition("\n")[0]: re.findall(r"```python\n(.*?)```", part, re.DOTALL) for part in PAGE.split("\n## ")[1:]
+}
+(LOOP,) = BLOCKS["A loop of your own"]
+# Those that have a test of their own: processes, and other libraries.
+ELSEWHERE = {"DDP", "Lightning", "Transformers' Trainer", "accelerate"}
+CASES = [name for name, blocks in BLOCKS.items() if blocks and name not in ELSEWHERE]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """The device; on a CPU no GPU is seen, and host graphs are made."""
+    if request.param == "cuda":
+        before = torch.cuda.current_stream()
+        yield torch.device("cuda")
+        torch.cuda.set_stream(before)
+        return
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    graphed = functools.partial(graph_worth.graphed, cpu="host_graph")
+    monkeypatch.setattr(graph_worth, "graphed", graphed, raising=False)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)
+    monkeypatch.setattr(graph_worth, "one_stream", lambda: None, raising=False)
+    yield torch.device("cpu")
+
+
+def loader(name, count=28):
+    """Batches of rows and labels; of sequences in turn of three lengths; the last one is smaller."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(6, 7 + 4 * (index % 3)) if name == "Changing lengths" else (6,) for index in range(count)]
+    if name == "A loop of your own":
+        shapes[-1] = (3,)
+    return [(torch.randn(*s, 16, generator=generator), torch.randint(4, s, generator=generator)) for s in shapes]
+
+
+def trained(name, monkeypatch=None):
+    """Run the first block and the case's, and return the names that they leave; eagerly where they may be patched."""
+    if monkeypatch:
+        monkeypatch.setattr(graph_worth, "graphed", lambda step, owned, **_: step, raising=False)
+    is_first = name == "A loop of your own"
+    names = {"loader": loader("A loop of your own")[: None if is_first else 1]}
+    torch.manual_seed(0)
+    exec(compile(LOOP, "capture_it.md", "exec"), names)
+    if not is_first:
+        names["loader"] = loader(name)
+        exec(compile(BLOCKS[name][0], "capture_it.md", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_block_trains_as_its_step_does_eagerly(name, device, monkeypatch):
+    ours = trained(name)
+    with monkeypatch.context() as patch:
+        eager = trained(name, patch)
+    assert ours["step"].replays >= 5, ours["step"].replays
+    assert not ours["step"].refusal
+    losses = [float(loss.detach()) for loss in ours["losses"]]
+    assert losses == [float(loss.detach()) for loss in eager["losses"]]
+    assert len(set(losses)) == len(losses)
+    states = zip(ours["model"].state_dict().values(), eager["model"].state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in states)
+    if name == "Changing lengths":
+        assert len(ours["step"].shapes) == 3
+
+
+def test_the_page_has_half_a_screen_for_each_case_and_names_every_argument():
+    assert len(CASES) >= 5
+    for name, blocks in BLOCKS.items():
+        assert len(blocks) <= 1 or name in ELSEWHERE, name
+        assert all(len(block.splitlines()) <= 30 for block in blocks), name
+    options = ("shapes=8", "verify=3", "warm_up=3", 'on_refusal="eager"', 'check="always"', 'cpu="host_graph"')
+    assert all(option in PAGE for option in options)
+    assert "step = step.eager" in PAGE.partition("## When not to")[2]
+    assert "capture_it.md" in README
+    assert "capture_it.md" in (ROOT / "docs" / "SKILL.md").read_text()
+
+
+def ranks(code, count, tmp_path):
+    """Run a program under torchrun; each rank writes its losses."""
+    path = tmp_path / "program.py"
+    path.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", path.name]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+DDP = """
+import json, os, torch
+rank = int(os.environ["RANK"])
+generator = torch.Generator().manual_seed(rank)
+loader = [(torch.randn(6, 16, generator=generator), torch.randint(4, (6,), generator=generator)) for _ in range(20)]
+torch.manual_seed(0)
+{block}
+replays = getattr(step, "replays", 0)
+json.dump([replays, [float(loss.detach()) for loss in losses]], open(f"{{rank}}.json", "w"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_ddp_trains_as_its_step_does_eagerly(kind, tmp_path):
+    (block,) = BLOCKS["DDP"]
+    count = torch.cuda.device_count() if kind == "cuda" else 2
+    ours = ranks(DDP.format(block=block), count, tmp_path)
+    line = "step = graphed(step, [model, optimizer])\n"
+    assert line in block
+    eager = ranks(DDP.format(block=block.replace(line, "").replace("step.release()", "")), count, tmp_path)
+    # Without a GPU the step stays eager.
+    assert all(replays == (9 if kind == "cuda" else 0) for replays, _ in ours)
+    assert [losses for _, losses in ours] == [losses for _, losses in eager]
+
+
+# --- the front page
+
+
+def test_the_step_to_measure_has_twelve_lines_and_trains(device):
+    assert len([line for line in STEP.splitlines() if line]) == 12
+    names = {}
+    exec(compile(STEP, "my_step.py", "exec"), names)
+    torch.manual_seed(0)
+    step, batches, changed = names["build"](device)
+    losses = [step(batch).item() for batch in batches * 4]
+    assert losses[-1] < losses[0] and len(changed) == 2
+
+
+def test_the_step_to_measure_is_captured_as_the_page_says(device):
+    names = {"device": device}
+    exec(compile(STEP, "my_step.py", "exec"), names)
+    torch.manual_seed(0)
+    exec(compile(USE, "README.md", "exec"), names)
+    assert names["step"].replays == len(names["batches"]) - 3
+    torch.manual_seed(0)
+    step, batches, _ = names["build"](device)
+    assert torch.equal([step(batch) for batch in batches][-1], names["loss"])
+
+
+def test_the_capture_of_your_own_that_the_page_shows_trains_as_eager_does(device):
+    names = {"device": device, "graphed": graph_worth.graphed}
+    exec(compile(STEP, "my_step.py", "exec"), names)
+    code = "def build_mine():\n    step, batches, owned = build(device)\n" + textwrap.indent(MINE, "    ")
+    exec(compile(code, "your_step.md", "exec"), names)
+    stream = torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else torch.no_grad()
+    torch.manual_seed(0)
+    with stream, torch.enable_grad():
+        steps, batches, _ = names["build_mine"]()
+        mine = steps["mine"]()
+        ours = [mine(batch) for batch in batches]
+        torch.manual_seed(0)
+        step, batches, _ = names["build"](device)
+        assert all(torch.equal(step(batch), loss) for batch, loss in zip(batches, ours, strict=True))
+    assert mine.replays == len(batches)
+
+
+@pytest.mark.slow
+def test_a_graph_of_the_step_to_measure_trains_as_eager_does(device, tmp_path):
+    path = tmp_path / "my_step.py"
+    path.write_text(STEP)
+    found = doctor.diagnose(f"{path}:build", device)
+    assert not {finding.level for finding in found.findings} & {STOPS, WRONG}, found.text()
+    assert found.outcomes[doctor.UP_TO_OPTIMIZER.title] == "trains as eager does"
