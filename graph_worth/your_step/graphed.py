@@ -232,9 +232,11 @@ class graphed:
             self._warn(_TWO_STREAMS)
             self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     def _shape_of(self, batch) -> _Shape:
         for look in (lambda _: None, register_nests):
@@ -385,7 +387,7 @@ class graphed:
             named = start.tensors + [(f"result {i}", leaf) for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
             is_scalar = isinstance(loss, (int, float)) or (torch.is_tensor(loss) and loss.numel() == 1)
             return result, SimpleNamespace(
-                losses=[float(torch.as_tensor(loss).detach())] if is_scalar else [],
+                losses=[float(torch.as_tensor(loss).detach()) if is_scalar else 0.0],
                 names=[name for name, _ in named],
                 copies={0: [tensor.detach().clone() for _, tensor in named]} if count == 3 else {},
                 numbers=[leaf.shape if torch.is_tensor(leaf) else repr(leaf) for leaf in leaves],

@@ -119,5 +119,5 @@ _training = operator.itemgetter("training")
 def _number(value):
     """Return what tells a value from another one: of a tensor its address, of a list its length."""
     if isinstance(value, torch.Tensor):
-        return value.data_ptr()
+        return getattr(value, "_local_tensor", value).data_ptr()
     return len(value) if isinstance(value, list) else value

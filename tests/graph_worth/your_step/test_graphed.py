@@ -331,6 +331,25 @@ def test_a_number_in_the_result_that_changes_is_refused():
         ours(torch.ones(3))
 
 
+def test_a_step_without_a_loss_is_compared_by_its_state():
+    weight, slow = torch.ones(3, requires_grad=True), [torch.ones(3), torch.ones(3)]
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+    count = iter(range(100))
+
+    def step(x):
+        optimizer.zero_grad()
+        ((weight - slow[next(count) % 2]) * x).square().sum().backward()
+        optimizer.step()
+
+    ours = graphed(step, [weight, optimizer], cpu="host_graph")
+    slow[1].zero_()
+    for _ in range(3):
+        assert ours(torch.ones(3)) is None
+    with pytest.raises(CaptureError, match=r"differs from eager's|two eager steps from one state differ"):
+        for _ in range(3):
+            ours(torch.ones(3))
+
+
 def test_a_cpu_stays_eager_and_says_so_once():
     eager, ours = Training(CPU), Training(CPU)
     with pytest.warns(UserWarning, match="a CPU, which has no graphs") as seen:
