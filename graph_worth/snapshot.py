@@ -18,9 +18,10 @@ class Snapshot:
 
     owned: what training changes: modules, optimizers, tensors, generators, lists and dicts of these, and any object
     with state_dict and load_state_dict; ValueError where one is none of these. device: that the step runs on.
+    has_tensors: False for `put_numbers_back` alone, which needs no memory.
     """
 
-    def __init__(self, owned: list, device: torch.device):
+    def __init__(self, owned: list, device: torch.device, has_tensors: bool = True):
         self.device = device
         self.tensors: Named = []
         self._numbers: list = []
@@ -30,11 +31,11 @@ class Snapshot:
         for i, (kind, item) in enumerate(zip(kinds, owned, strict=True)):
             # With a number where there are several of a class.
             self._add(kind if kinds.count(kind) == 1 else f"{kind} {kinds[:i].count(kind)}", item)
-        self.tensors = [(name, own_part(tensor)) for name, tensor in _without_doubles(self.tensors)]
+        self.tensors = [(name, own_part(tensor)) for name, tensor in _without_doubles(self.tensors) if has_tensors]
         self._values = [tensor.detach().clone() for _, tensor in self.tensors]
         self._gradients = [
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
-            for parameter in self._parameters
+            for parameter in (self._parameters if has_tensors else ())
         ]
         self._random = self._random_states()
 

@@ -41,7 +41,7 @@ from graph_worth.your_step.step_graph import StepGraph, kept_result
 from graph_worth.your_step.trial import MOST_NOISE
 from graph_worth.your_step.user_lines import Source
 
-DOCTOR = "`graph-worth doctor FILE.py:build` names the lines (docs/capture_it.md)"
+DOCTOR = "More lines: graph-worth doctor FILE.py:build"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TWO_STREAMS = (
     "this program works on the default stream, and graphs need another one: replays beside it are up to 9 % "
@@ -180,16 +180,20 @@ class graphed:
         with self._on_stream():
             start, values = self._snapshot(self._not_owned(self._look()[1])), self._moving.now()
             known = {id(tensor) for _, tensor in start.tensors}
-            shape = self._shape_of(batch)
-            while shape.num_warm < self._num_warm:
-                self._warm(shape, batch)
-            if shape.graph is None:
-                self._capture(shape, batch)
-            for _, tensor in self._snapshot().tensors:
-                if id(tensor) not in known:
-                    tensor.detach().zero_()
-            start.restore()
-            self._moving.put_back(values)
+            try:
+                shape = self._shape_of(batch)
+                while shape.num_warm < self._num_warm:
+                    self._warm(shape, batch)
+                if shape.graph is None:
+                    self._capture(shape, batch)
+            except CaptureError as error:
+                self._refuse(error)
+            finally:
+                for _, tensor in self._snapshot().tensors:
+                    if id(tensor) not in known:
+                        tensor.detach().zero_()
+                start.restore()
+                self._moving.put_back(values)
 
     def _step(self, batch):
         try:
@@ -284,7 +288,11 @@ class graphed:
         return result
 
     def _look(self):
-        return host_values.look(self.eager, self._parts, self.device)
+        values, tensors, states = host_values.look(self.eager, self._parts, self.device)
+        of_torch = (
+            {"torch's generator of the host": torch.get_rng_state().tolist()} if self.device.type != "cpu" else {}
+        )
+        return values, tensors, states | of_torch
 
     def _not_owned(self, tensors: dict) -> list[torch.Tensor]:
         """Return the tensors that the step reaches and that were not handed over."""
@@ -292,9 +300,10 @@ class graphed:
         owned = set(map(id, self._parts)) | {id(buffer) for module in self._modules for buffer in module.buffers()}
         return list({id(t): t for t in reached if id(t) not in owned and not t.is_inference()}.values())
 
-    def _snapshot(self, tensors=()) -> Snapshot:
+    def _snapshot(self, tensors=(), has_tensors=True) -> Snapshot:
         """Return a copy of all that the step changes."""
-        return Snapshot([*self._parts, *{id(t): t for t in [*self._written.values(), *tensors]}.values()], self.device)
+        others = {id(tensor): tensor for tensor in [*self._written.values(), *tensors]}
+        return Snapshot([*self._parts, *others.values()], self.device, has_tensors)
 
     def _require_still(self):
         """Refuse what the step changes on the host, and code reads: a replay does neither."""
@@ -322,8 +331,8 @@ class graphed:
         values, gradients = self._moving.now(), [(parameter, parameter.grad) for parameter in self._parameters]
         is_host = self.device.type == "cpu"
         # A host graph runs what it captures.
-        start = self._snapshot() if is_host else None
-        random_state = None if is_host else torch.cuda.get_rng_state(self.device)
+        start = self._snapshot(has_tensors=is_host)
+        random_state = torch.get_rng_state() if is_host else torch.cuda.get_rng_state(self.device)
         failed = None
         # Casts of weights that were made before would be missing from the graph.
         torch.clear_autocast_cache()
@@ -339,9 +348,10 @@ class graphed:
             elif gradient is not None and parameter.grad is gradient:
                 self._gradients[id(gradient)] = gradient
         self._has_eager_gradients = True
-        if start is not None:
+        start.put_numbers_back()
+        if is_host:
             start.restore()
-        elif failed and random_state is not None:
+        elif failed:
             # A capture that failed leaves torch's generator as in a capture.
             generator = torch.cuda.default_generators[self.device.index or 0]
             generator.graphsafe_set_state(torch.Generator(self.device).graphsafe_get_state())

@@ -310,6 +310,11 @@ def test_a_refused_step_goes_on_eagerly_and_says_so_once():
     assert len(seen) == 1
     assert "reads a value" in step.refusal
     assert step.replays == 0
+    eager, ours = Training(CPU, change=reads), Training(CPU, change=reads)
+    step = graphed_on(ours, on_refusal="eager")
+    with pytest.warns(UserWarning, match="from now on the step runs eagerly"):
+        step.capture(batches(1)[0])
+    assert_trains_alike(eager, ours, step, batches(8))
 
 
 def test_a_number_in_the_result_that_changes_is_refused():
@@ -422,7 +427,7 @@ def test_no_loss_of_a_broken_step_reaches_the_caller_unless_it_is_eager_s(path, 
         assert all(torch.allclose(a, b) for a, b in zip(state, ours, strict=True))
     else:
         assert ":" in refusal.place, refusal
-        assert str(refusal).endswith("names the lines (docs/capture_it.md)")
+        assert str(refusal).endswith("graph-worth doctor FILE.py:build")
     if device.type == "cpu":
         assert (refusal is None) == (path.stem in SOUND_HERE), refusal
 
@@ -472,6 +477,28 @@ def test_amp_with_a_loss_scaler_and_clipping_trains_as_eager_does(clip):
         assert_trains_alike(eager, ours, step, batches(20))
         assert eager.scaler.get_scale() == ours.scaler.get_scale()
         assert step.replays == 17
+
+
+@pytest.mark.gpu
+def test_a_capture_leaves_numbers_of_schedules_as_they_were_and_draws_on_the_host_are_refused():
+    device = torch.device("cuda", 0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ours = Training(device, change=lambda training, loss: loss * (2 if torch.rand([]) < 0.5 else 1))
+        step = graphed_on(ours)
+        with pytest.raises(CaptureError, match="draws from torch's generator of the host"):
+            for batch in batches(4):
+                step(batch)
+        ours = Training(device, lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(ours.optimizer, 2)
+        ours.owned.append(schedule)
+        ours.change = lambda training, loss: (schedule.step(), loss)[1]
+        step = graphed_on(ours)
+        for batch in batches(3):
+            step(batch)
+        with pytest.raises(CaptureError, match="lr in param_groups|does not train as the eager step does"):
+            for batch in batches(3):
+                step(batch)
+        assert schedule.last_epoch < 7
 
 
 @pytest.mark.gpu
