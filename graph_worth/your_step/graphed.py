@@ -99,6 +99,10 @@ class graphed:
         check: Literal["numbers", "always"] = "numbers",
         warm_up: int | None = None,
     ):
+        options = {"on_refusal": (on_refusal, "raise", "eager"), "cpu": (cpu, "eager", "host_graph")}
+        for name, (value, *known) in (options | {"check": (check, "numbers", "always")}).items():
+            if value not in known:
+                raise ValueError(f"graphed({name}={value!r}): takes {known[0]!r} or {known[1]!r}")
         self.eager, self._parts = step, list(parts_of(owned))
         parts = self._parts
         self._most_shapes, self._num_verified = shapes, verify
@@ -121,6 +125,8 @@ class graphed:
         self._stream: Any = None
         self._past_replays, self.refusal = 0, ""
         self._forget()
+        # A ValueError where an object cannot be copied.
+        self._snapshot(has_tensors=False)
         if self.device.type == "cpu" and cpu == "eager":
             self.refusal = "the step runs on a CPU, which has no graphs"
             self._warn(f"{self.refusal}: it stays eager")
@@ -289,10 +295,9 @@ class graphed:
 
     def _look(self):
         values, tensors, states = host_values.look(self.eager, self._parts, self.device)
-        of_torch = (
-            {"torch's generator of the host": torch.get_rng_state().tolist()} if self.device.type != "cpu" else {}
-        )
-        return values, tensors, states | of_torch
+        if self.device.type != "cpu":
+            states["torch's generator of the host"] = torch.get_rng_state().tolist()
+        return values, tensors, states
 
     def _not_owned(self, tensors: dict) -> list[torch.Tensor]:
         """Return the tensors that the step reaches and that were not handed over."""

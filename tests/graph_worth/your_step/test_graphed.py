@@ -336,6 +336,17 @@ def test_a_number_in_the_result_that_changes_is_refused():
         ours(torch.ones(3))
 
 
+@pytest.mark.parametrize("option", ["on_refusal", "cpu", "check"])
+def test_mistakes_are_told_before_training(option):
+    ours = Training(CPU)
+    with pytest.raises(ValueError, match=rf"graphed\({option}='never'\): takes '"):
+        graphed(ours.step, ours.owned, **{option: "never"})
+    with pytest.raises(ValueError, match="it needs state_dict"):
+        graphed(ours.step, [*ours.owned, object()])
+    with pytest.raises(ValueError, match="the batch has no tensor"):
+        graphed_on(ours)("a.png")
+
+
 def test_a_step_without_a_loss_is_compared_by_its_state():
     weight, slow = torch.ones(3, requires_grad=True), [torch.ones(3), torch.ones(3)]
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
