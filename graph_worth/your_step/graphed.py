@@ -405,6 +405,7 @@ class graphed:
                 losses=[float(torch.as_tensor(loss).detach()) if is_scalar else 0.0],
                 names=[name for name, _ in named],
                 copies={0: [tensor.detach().clone() for _, tensor in named]} if count == 3 else {},
+                moved=start.moved(),
                 numbers=[leaf.shape if torch.is_tensor(leaf) else repr(leaf) for leaf in leaves],
             )
 
@@ -435,7 +436,8 @@ class graphed:
             result, plain = course(self.eager)
             words = first(parity.difference(plain, plain, eager))
             words = words and f"code at {first(questions)[0]} does something else while a stream captures: {words}"
-            if first((parity.loss_deviation(eager.losses, plain.losses) or 0.0) > MOST_PRICE):
+            price = max(parity.scatter(plain, eager), parity.loss_deviation(eager.losses, plain.losses) or 0.0)
+            if first(price > MOST_PRICE or plain.moved != eager.moved):
                 differs = words
             elif words:
                 self._warn(f"{words}; the graph does so, too")

@@ -3,9 +3,11 @@
 import copy
 import importlib.util
 import random
+import re
 import subprocess
 import sys
 import types
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -347,6 +349,38 @@ def test_mistakes_are_told_before_training(option):
         graphed_on(ours)("a.png")
 
 
+@pytest.mark.parametrize("effect", ["a rounding", "another state", "nothing"])
+def test_code_that_asks_whether_a_stream_captures_is_named_by_what_it_changes(effect, monkeypatch):
+    # torch without CUDA raises where it is asked.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    rate = torch.ones(())
+
+    def change(training, loss):
+        if not torch.cuda.is_current_stream_capturing():
+            loss = loss * (1 + 1e-5) if effect == "a rounding" else loss
+            rate.mul_(0.9999 if effect == "another state" else 1.0)
+        return loss
+
+    ours = Training(CPU, change=change)
+    ours.owned.append(rate)
+    step = graphed_on(ours)
+    line = rf"code at {re.escape(__file__)}:{change.__code__.co_firstlineno + 1} does something else"
+    data = batches(8)
+    for batch in data[:3]:
+        step(batch)
+    if effect == "another state":
+        with pytest.raises(CaptureError, match=line):
+            step(data[3])
+        assert step.replays == 1
+        return
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for batch in data[3:]:
+            step(batch)
+    assert step.replays == 5
+    assert [bool(re.search(line, str(warning.message))) for warning in seen] == [True] * (effect == "a rounding")
+
+
 def test_a_step_without_a_loss_is_compared_by_its_state():
     weight, slow = torch.ones(3, requires_grad=True), [torch.ones(3), torch.ones(3)]
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
@@ -434,7 +468,7 @@ def test_no_loss_of_a_broken_step_reaches_the_caller_unless_it_is_eager_s(path, 
     if path.stem not in NOT_REPEATABLE:
         assert losses == expected[: len(losses)]
     if refusal is None:
-        assert path.stem in SOUND_HERE or path.stem == "capture_aware"
+        assert path.stem in SOUND_HERE
         assert all(torch.allclose(a, b) for a, b in zip(state, ours, strict=True))
     else:
         assert ":" in refusal.place, refusal
