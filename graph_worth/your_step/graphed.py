@@ -27,6 +27,7 @@ from graph_worth.capture.asking import answering
 from graph_worth.capture.errors import explained
 from graph_worth.capture.pool import CaptureError, Pool
 from graph_worth.measuring import parity
+from graph_worth.measuring.torch_settings import deterministic_kernels
 from graph_worth.parallel.host_messages import of_all_ranks
 from graph_worth.snapshot import Snapshot
 from graph_worth.your_step import host_values
@@ -38,10 +39,12 @@ from graph_worth.your_step.place import place_of_call
 from graph_worth.your_step.rank_decisions import first
 from graph_worth.your_step.state import DDP_WARM_STEPS, WARM_STEPS
 from graph_worth.your_step.step_graph import StepGraph, kept_result
-from graph_worth.your_step.trial import MOST_NOISE
+from graph_worth.your_step.trial import MOST_NOISE, noting_other_kernels
 from graph_worth.your_step.user_lines import Source
 
 DOCTOR = "More lines: graph-worth doctor FILE.py:build"
+# Eager steps beside which a replay is judged that differs.
+NUM_AGAIN = 3
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TWO_STREAMS = (
     "this program works on the default stream, and graphs need another one: replays beside it are up to 9 % "
@@ -426,12 +429,20 @@ class graphed:
         if first(eager.numbers != replayed.numbers):
             differs = f"it returns {replayed.numbers}, and the eager step {eager.numbers}"
         elif differs:
-            # Kernels may give other bits each time.
             result, again = course(as_captured)
             differs = first(parity.difference(eager, again, replayed))
-            if first(parity.scatter(eager, again) > MOST_NOISE):
-                words = parity.difference(eager, eager, again)
-                differs = f"two eager steps from one state differ, as where not all was handed over: {words}"
+            unlike = first(parity.difference(eager, eager, again))
+            if unlike:
+                # Kernels may give other bits each time, but for deterministic ones.
+                with deterministic_kernels(where_there_are=True), noting_other_kernels() as others:
+                    (_, one), (result, another) = course(as_captured), course(as_captured)
+                is_hidden = bool(parity.difference(one, one, another)) and not others
+                is_hidden = first(is_hidden or parity.scatter(eager, again) > MOST_NOISE)
+                for _ in range(NUM_AGAIN if differs and not is_hidden else 0):
+                    result, again = course(as_captured)
+                    differs = differs and first(parity.difference(eager, again, replayed))
+                words = f"two eager steps from one state differ, as where not all was handed over: {unlike}"
+                differs = words if is_hidden else differs
         if not differs and first(questions) and not shape.num_verified:
             result, plain = course(self.eager)
             words = first(parity.difference(plain, plain, eager))
