@@ -13,7 +13,6 @@ compared with the eager step from the same state, and the caller gets eager's re
 """
 
 import contextlib
-import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +44,7 @@ from graph_worth.your_step.user_lines import Source
 DOCTOR = "More lines: graph-worth doctor FILE.py:build"
 # Eager steps beside which a replay is judged that differs.
 NUM_AGAIN = 3
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH = Path(torch.__file__).parent
 _TWO_STREAMS = (
     "this program works on the default stream, and graphs need another one: replays beside it are up to 9 % "
     "slower where kernels take 4 us. Call graph_worth.one_stream() in the program's first line"
@@ -316,17 +315,16 @@ class graphed:
     def _require_still(self):
         """Refuse what the step changes on the host, and code reads: a replay does neither."""
         codes = [_code_of(self.eager), *(_code_of(type(part).forward) for m in self._modules for part in m.modules())]
-        names = dict.fromkeys(code.co_filename for code in codes if code is not None) if self._changes else {}
-        paths = [Path(name) for name in names if name.endswith(".py") and not name.startswith(_TORCH)]
-        sources = [Source(path) for path in paths if path.is_file()]
+        paths = [Path(name) for name in dict.fromkeys(code.co_filename for code in codes if code) if self._changes]
+        paths = [path for path in paths if path.suffix == ".py" and path.is_file() and _TORCH not in path.parents]
+        sources = [Source(path) for path in paths]
         for name, words in self._changes.items():
             is_drawn = words == "draws"
             lines = ((source, source.draws(name) if is_drawn else source.reads(name)) for source in sources)
             place = next((source.at(line) for source, line in lines if line), "")
             if is_drawn:
-                raise self._refusal_of(
-                    f"the step draws from {name}: each replay would have the capture's numbers", place
-                )
+                words = f"the step draws from {name}: each replay would have the capture's numbers"
+                raise self._refusal_of(words, place)
             if place:
                 raise self._refusal_of(f"{name} {words} in the step, and is read here: a replay leaves it", place)
 
@@ -520,8 +518,8 @@ def _code_of(function):
 @contextlib.contextmanager
 def _added_gradients(parameters):
     """Yield a list of the parameters to whose gradients from before the block a backward pass in it adds."""
-    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    before = {id(parameter): (gradient, gradient._version) for parameter, gradient in gradients}
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.grad is not None]
+    before = {id(parameter): (parameter.grad, parameter.grad._version) for parameter in trained}
     added: list[torch.Tensor] = []
 
     def look(parameter):
@@ -529,11 +527,7 @@ def _added_gradients(parameters):
         if gradient is not None and parameter.grad is gradient and gradient._version == version + 1:
             added.append(parameter)
 
-    handles = [
-        parameter.register_post_accumulate_grad_hook(look) for parameter in parameters if parameter.requires_grad
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for parameter in trained:
+            stack.callback(parameter.register_post_accumulate_grad_hook(look).remove)
         yield added
-    finally:
-        for handle in handles:
-            handle.remove()
