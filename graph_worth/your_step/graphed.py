@@ -62,6 +62,8 @@ class _Shape:
     graph: StepGraph | None = None
     guards: Guards | None = None
     values: dict = field(default_factory=dict)
+    # What names were bound to at the capture, which the graph may read.
+    bound: list = field(default_factory=list)
 
 
 class graphed:
@@ -119,7 +121,7 @@ class graphed:
         tensors = [*self._parameters, *tensors_in(parts)]
         self.device = tensors[0].device if tensors else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._generators = [p for p in parts if isinstance(p, torch.Generator) and p.device.type == self.device.type]
-        self._moving = host_values.Moving(step, parts)
+        self._moving = host_values.Moving(step, parts, has_tensors=True)
         # Values on the host that the step changes, with words; tensors that it writes and that were not handed over.
         self._changes: dict[str, str] = {}
         self._written: dict[int, torch.Tensor] = {}
@@ -278,6 +280,7 @@ class graphed:
             raise self._refusal_of("ranks see batches of other shapes, or in another order: let all see the same")
         before = self._look()
         versions = [(tensor, tensor._version) for tensor in self._not_owned(before[1])]
+        guards = Guards(self._parts)
         with _added_gradients(self._parameters) as added:
             result = self.eager(batch)
         shape.num_warm += 1
@@ -286,10 +289,11 @@ class graphed:
         self._written |= {id(tensor): tensor for tensor, version in versions if tensor._version != version}
         if shape.num_warm > 1 or self._num_warm == 1:
             # A first step may make what later ones use.
-            for words, old, new in zip(("", "is another tensor", "draws"), before, self._look(), strict=True):
-                pairs = [(name, old[name], new[name]) for name in old.keys() & new.keys()]
-                changed = [row for row in pairs if row[1] is not row[2] and (words[:2] == "is" or row[1] != row[2])]
-                self._changes |= {name: words or f"goes from {a!r} to {b!r}" for name, a, b in changed}
+            self._changes |= {"": guards.difference()} if guards.difference() else {}
+            values, _, states = self._look()
+            changed = {name: (old, values.get(name, old)) for name, old in before[0].items()}
+            self._changes |= {name: f"goes from {a!r} to {b!r}" for name, (a, b) in changed.items() if a != b}
+            self._changes |= {name: "draws" for name, old in before[2].items() if states.get(name, old) != old}
         if added:
             words = "the step adds to gradients from before it, where a replay begins anew: begin it with zero_grad()"
             self._refuse(self._refusal_of(words))
@@ -319,6 +323,8 @@ class graphed:
         paths = [path for path in paths if path.suffix == ".py" and path.is_file() and _TORCH not in path.parents]
         sources = [Source(path) for path in paths]
         for name, words in self._changes.items():
+            if not name:
+                raise self._refusal_of(f"in a step {words.removeprefix('since the capture ')}")
             is_drawn = words == "draws"
             lines = ((source, source.draws(name) if is_drawn else source.reads(name)) for source in sources)
             place = next((source.at(line) for source, line in lines if line), "")
@@ -337,7 +343,7 @@ class graphed:
         values, gradients = self._moving.now(), [(parameter, parameter.grad) for parameter in self._parameters]
         is_host = self.device.type == "cpu"
         # A host graph runs what it captures.
-        start = self._snapshot(has_tensors=is_host)
+        start, guards = self._snapshot(has_tensors=is_host), Guards(self._parts)
         random_state = torch.get_rng_state() if is_host else torch.cuda.get_rng_state(self.device)
         failed = None
         # Casts of weights that were made before would be missing from the graph.
@@ -348,13 +354,17 @@ class graphed:
             failed = self._refusal_of(error)
         torch.clear_autocast_cache()
         self._moving.put_back(values)
+        start.put_numbers_back()
+        words = guards.difference()
+        if words:
+            guards.put_back()
+            failed = failed or self._refusal_of(f"in the step {words.removeprefix('since the capture ')}")
         for parameter, gradient in gradients:
             if failed:
                 parameter.grad = gradient
             elif gradient is not None and parameter.grad is gradient:
                 self._gradients[id(gradient)] = gradient
         self._has_eager_gradients = True
-        start.put_numbers_back()
         if is_host:
             start.restore()
         elif failed:
@@ -366,7 +376,7 @@ class graphed:
         if failed:
             shape.graph = None
             raise failed
-        shape.guards = Guards(self._parts)
+        shape.guards, shape.bound = Guards(self._parts), values
         shape.values = self._look()[0] if self._looks_always else {}
 
     # --- before a replay, and after it

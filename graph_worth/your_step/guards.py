@@ -38,22 +38,46 @@ class Guards:
         # The tensors that the graph reads, whatever load_state_dict binds.
         self._kept = [{key: dict(table) for key, table in _tables(optimizer).items()} for optimizer in self._optimizers]
         self._look()
+        self._of_optimizers = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self._optimizers]
+        tables = [module[name] for module in self._modules for name in ("_parameters", "_buffers")]
+        tables += [table for optimizer in self._optimizers for table in _tables(optimizer).values()]
+        self._tables = [(table, dict(table)) for table in tables]
+        tensors = [value for _, values in self._tables for value in values.values() if type(value) in _PLAIN]
+        self._memory = [(tensor, tensor.data) for tensor in [*tensors, *self._tensors.values()]]
 
     def check(self) -> None:
         """Raise a CaptureError where something differs; what `load_state_dict` has bound goes to the old tensors."""
         if self._homes() != self._homes_before:
             self._adopt()
+        words = self.difference()
+        if words:
+            raise CaptureError(words)
+
+    def difference(self) -> str:
+        """Return what differs in words, or ""."""
+        if self._homes() != self._homes_before:
+            return "an optimizer's state was loaded: a graph reads that of its capture"
         numbers = self._numbers()
         if numbers != self._numbers_before:
             pairs = itertools.zip_longest(self._numbers_before, numbers, fillvalue={"params": 0})
             old, new = next(pair for pair in pairs if pair[0] != pair[1])
             key = next(key for key in {**new, **old} if old.get(key) != new.get(key))
             remedy = ": make lr a tensor on the device, and fill it: group['lr'].fill_(value)" if key == "lr" else ""
-            words = f"{key} in param_groups is {new.get(key)}, and the graph keeps {old.get(key)} of its capture"
-            raise CaptureError(words + remedy)
+            return f"{key} in param_groups is {new.get(key)}, and the graph keeps {old.get(key)} of its capture{remedy}"
         for words, values, same, before in self._looks:
             if not all(map(same, itertools.chain(values(), _END), before)):
-                raise CaptureError(f"since the capture {words}")
+                return f"since the capture {words}"
+        return ""
+
+    def put_back(self) -> None:
+        """Bind tensors, their memory and numbers as they were, where a capture has bound its own."""
+        for optimizer, state, groups in self._of_optimizers:
+            optimizer.state, optimizer.param_groups = state, groups
+        for table, values in self._tables:
+            table.update(values)
+        for tensor, data in self._memory:
+            if tensor.data_ptr() != data.data_ptr():
+                tensor.data = data
 
     def _homes(self):
         return [id(table) for optimizer in self._optimizers for table in (optimizer.state, *optimizer.param_groups)]

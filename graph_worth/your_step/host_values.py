@@ -80,10 +80,14 @@ class Moving:
 
     Made before the first step. `note` after each step finds out which have changed, `keep` remembers their values, and
     `put_back` sets these again.
+
+    Args:
+        step, owned: as `build` returns them.
+        has_tensors: `now` has the tensors that names are bound to, too.
     """
 
-    def __init__(self, step, owned: list):
-        self._step, self._owned = step, owned
+    def __init__(self, step, owned: list, has_tensors: bool = False):
+        self._step, self._owned, self._has_tensors = step, owned, has_tensors
         self._before = _find(step, owned).values
         self._kept: list[tuple[Callable, object]] = []
         self.names: list[str] = []
@@ -109,7 +113,9 @@ class Moving:
     def now(self) -> list[tuple[Callable, object]]:
         """Return the functions that set these values, and the values as they are now."""
         reachable = _find(self._step, self._owned)
-        return [(reachable.puts[name], reachable.values[name]) for name in self.names if name in reachable.puts]
+        values = [(name, reachable.values.get(name)) for name in self.names if name in reachable.values]
+        values += reachable.tensors.items() if self._has_tensors else ()
+        return [(reachable.puts[name], value) for name, value in values if name in reachable.puts]
 
     def put_back(self, values: list[tuple[Callable, object]] | None = None) -> None:
         """Set them to their values at `keep`, or to those that `now` gave."""
@@ -206,6 +212,7 @@ class _Found:
         elif isinstance(value, torch.Tensor):
             if not isinstance(value, torch.nn.Parameter):
                 self.tensors[name] = value
+                self.puts.setdefault(name, put) if put is not None else None
         elif isinstance(value, _PLAIN):
             self.values[name] = value
             if put is not None:

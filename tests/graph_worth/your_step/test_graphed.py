@@ -16,6 +16,7 @@ from torch import nn
 
 from graph_worth import CaptureError, graphed, one_stream
 from graph_worth.folders import ROOT
+from graph_worth.measuring.torch_settings import deterministic_kernels
 from graph_worth.snapshot import Snapshot
 from graph_worth.your_step.parts import loss_of
 from tests.gallery.test_gallery import BROKEN, NEED_GPU, SOUND
@@ -32,11 +33,12 @@ SOUND_HERE |= {"warm_statistics", *HELD_ON_A_CPU}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
+def device(request, monkeypatch):
     if request.param == "cpu":
         yield CPU
         return
-    with torch.cuda.stream(torch.cuda.Stream()):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    with torch.cuda.stream(torch.cuda.Stream()), deterministic_kernels(where_there_are=True):
         yield torch.device("cuda", 0)
 
 
@@ -152,6 +154,23 @@ def test_a_shape_captured_before_training_leaves_the_state_as_it_was(device):
     assert all(not tensor.any() for state in ours.optimizer.state.values() for tensor in state.values())
     assert_trains_alike(eager, ours, step, batches(8))
     assert step.replays == 8
+
+
+def test_a_tensor_that_a_module_keeps_and_the_same_step_reads_is_sound(device):
+    class Keeping(nn.Module):
+        def forward(self, x):
+            self.extra = x.square().mean()
+            return x
+
+    def change(training, loss):
+        return loss + 0.1 * training.model[1].extra
+
+    eager, ours = Training(device, change=change), Training(device, change=change)
+    for training in (eager, ours):
+        training.model[1] = Keeping()
+    step = graphed_on(ours)
+    assert_trains_alike(eager, ours, step, batches(12))
+    assert step.replays == 9
 
 
 def test_gradients_of_eager_steps_are_not_left_as_if_they_were_of_a_replay(device):
