@@ -10,6 +10,7 @@ from graph_worth.capture.pool import CaptureError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STATE = "an optimizer has another tensor in its state: copy into the old one"
 _END = (None,)
 
 
@@ -109,7 +110,7 @@ class Guards:
         looks: list[tuple[str, Callable, Callable]] = [
             (moved, lambda: map(torch.Tensor.data_ptr, of_plain()), operator.eq),
             (moved, lambda: map(_number, of_mixed()), operator.eq),
-            ("an optimizer has another tensor in its state: copy into the old one", of_states, operator.is_),
+            (_STATE, of_states, operator.is_),
             ("train() or eval() was called", lambda: map(_training, self._modules), operator.is_),
             ("a module has another child", of_children, operator.is_),
             ("a module or an optimizer has another number of hooks or states", lambda: map(len, sized), operator.eq),
@@ -121,15 +122,22 @@ class Guards:
         """Copy what load_state_dict has bound into the tensors that the graph reads, and bind these again."""
         for optimizer, kept in zip(self._optimizers, self._kept, strict=True):
             tables = _tables(optimizer)
-            for key, new in tables.items():
-                for name, tensor in kept.get(key, {}).items():
-                    if isinstance(tensor, torch.Tensor) and new.get(name) is not None and new[name] is not tensor:
-                        with torch.no_grad():
-                            tensor.copy_(torch.as_tensor(new[name]))
-                        new[name] = tensor
-        numbers = self._numbers_before
+            if any(values.keys() - tables.get(key, {}).keys() for key, values in kept.items()):
+                raise CaptureError("load_state_dict has left out state of an optimizer, which the graph reads")
+            tensors = [
+                (key, name, t) for key, values in kept.items() for name, t in values.items() if torch.is_tensor(t)
+            ]
+            for key, name, tensor in tensors:
+                if tables[key][name] is not tensor:
+                    with torch.no_grad():
+                        tensor.copy_(torch.as_tensor(tables[key][name]))
+                    tables[key][name] = tensor
+        numbers, looks = self._numbers_before, self._looks
         self._look()
         self._numbers_before = numbers
+        # The state may come in another order; all else has to be as before.
+        pairs = zip(self._looks, looks, strict=True)
+        self._looks = [(*look[:3], look[3] if look[0] == _STATE else old[3]) for look, old in pairs]
 
 
 def _tables(optimizer) -> dict:

@@ -104,7 +104,8 @@ class Moving:
         before = _find(self._step, self._owned)
         step()
         self.note()
-        self._kept = [(before.puts[name], before.values[name]) for name in self.names if name in before.puts]
+        names = [name for name in self.names if name in before.puts and name in before.values]
+        self._kept = [(before.puts[name], before.values[name]) for name in names]
 
     def keep(self) -> None:
         """Remember the values as they are now."""

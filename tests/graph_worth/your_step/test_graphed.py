@@ -252,6 +252,15 @@ def add_hook(training):
     training.model[1].register_forward_hook(lambda *args: None)
 
 
+def forget_moments(training):
+    training.optimizer.load_state_dict(training.optimizer.state_dict() | {"state": {}})
+
+
+def load_by_assigning(training):
+    training.model.load_state_dict(copy.deepcopy(training.model.state_dict()), assign=True)
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+
+
 def add_parameters(training):
     training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
@@ -269,7 +278,9 @@ def add_parameters(training):
         (replace_layer, "another child"),
         (evaluate, r"train\(\) or eval\(\)"),
         (add_hook, "hooks"),
-        (add_parameters, "param_groups"),
+        (add_parameters, "param_groups|left out"),
+        (load_by_assigning, "lies elsewhere"),
+        (forget_moments, "left out state of an optimizer"),
     ],
 )
 def test_what_the_caller_changes_is_refused_before_the_replay(change, words):
