@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from graph_worth.capture.pool import Pool
-from graph_worth.your_step.parts import register_nests, static_copy, tensors_in
+from graph_worth.your_step.parts import copy_batch, register_nests, static_copy, tensors_in
 
 
 class StepGraph:
@@ -32,14 +32,11 @@ class StepGraph:
 
     def __init__(self, pool: Pool, step: Callable, batch, device: torch.device):
         self.static = static_copy(batch, device)
-        self._static_leaves = tree_leaves(self.static)
-        self.graph, self.result = pool.capture(lambda: step(self.static), tensors_in(self._static_leaves))
+        self.graph, self.result = pool.capture(lambda: step(self.static), tensors_in(self.static))
 
     def replay(self, batch):
         """Copy a batch of the same shape into the static one, replay, and return `result`."""
-        for static_leaf, leaf in zip(self._static_leaves, tree_leaves(batch), strict=True):
-            if isinstance(static_leaf, torch.Tensor):
-                static_leaf.copy_(leaf, non_blocking=True)
+        copy_batch(self.static, batch)
         self.graph.replay()
         return self.result
 
