@@ -409,7 +409,8 @@ class graphed:
             start.restore()
             self._moving.put_back(values)
             result = step(batch)
-            leaves, loss = tree_leaves(result), loss_of(result)
+            loss = loss_of(result)
+            leaves = [part for leaf in tree_leaves(result) for part in _parts_of(leaf)]
             named = start.tensors + [(f"result {i}", leaf) for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
             is_scalar = isinstance(loss, (int, float)) or (torch.is_tensor(loss) and loss.numel() == 1)
             return result, SimpleNamespace(
@@ -417,7 +418,7 @@ class graphed:
                 names=[name for name, _ in named],
                 copies={0: [tensor.detach().clone() for _, tensor in named]} if count == 3 else {},
                 moved=start.moved(),
-                numbers=[leaf.shape if torch.is_tensor(leaf) else repr(leaf) for leaf in leaves],
+                numbers=[leaf.shape if torch.is_tensor(leaf) else _number_of(leaf) for leaf in leaves],
             )
 
         def as_captured(batch):
@@ -514,6 +515,16 @@ class graphed:
 
 
 Graphed = graphed
+
+
+def _parts_of(leaf) -> list:
+    """Return what an object in a result holds, or the leaf itself."""
+    return tree_leaves(vars(leaf)) if hasattr(leaf, "__dict__") and not torch.is_tensor(leaf) else [leaf]
+
+
+def _number_of(leaf) -> str:
+    """Return what a result has beside tensors, as text; of objects the class."""
+    return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
 
 
 def _code_of(function):
