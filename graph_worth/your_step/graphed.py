@@ -38,7 +38,7 @@ from graph_worth.your_step.place import place_of_call
 from graph_worth.your_step.rank_decisions import first
 from graph_worth.your_step.state import DDP_WARM_STEPS, WARM_STEPS
 from graph_worth.your_step.step_graph import StepGraph, kept_result
-from graph_worth.your_step.trial import MOST_NOISE, noting_other_kernels
+from graph_worth.your_step.trial import MOST_NOISE, _noting_other_kernels
 from graph_worth.your_step.user_lines import Source
 
 DOCTOR = "More lines: graph-worth doctor FILE.py:build"
@@ -443,7 +443,7 @@ class graphed:
             unlike = first(parity.difference(eager, eager, again))
             if unlike:
                 # Kernels may give other bits each time, but for deterministic ones.
-                with deterministic_kernels(where_there_are=True), noting_other_kernels() as others:
+                with deterministic_kernels(where_there_are=True), _noting_other_kernels() as others:
                     (_, one), (result, another) = course(as_captured), course(as_captured)
                 is_hidden = bool(parity.difference(one, one, another)) and not others
                 is_hidden = first(is_hidden or parity.scatter(eager, again) > MOST_NOISE)

@@ -32,7 +32,7 @@ MOST_SHARE, NUM_COURSES = 0.25, 4
 
 
 @contextlib.contextmanager
-def noting_other_kernels():
+def _noting_other_kernels():
     """Yield a list that gets the warnings of operators within it that have no deterministic kernel."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
@@ -153,7 +153,7 @@ class Trial:
     def _judged(self, variant) -> Outcome:
         if not self._eager:
             variants.leave(variant)
-            with noting_other_kernels() as others:
+            with _noting_other_kernels() as others:
                 self._eager = [self._course(self.state.train) for _ in range(2)]
             self._is_exact = not others
             variants.enter(variant)
