@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from graph_worth.capture.lightning import CUDAGraphCallback as CUDAGraphCallback
     from graph_worth.capture.pool import CaptureError as CaptureError
     from graph_worth.capture.pool import Pool as Pool
     from graph_worth.capture.pool import StaticInputs as StaticInputs
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from graph_worth.contract import Training as Training
     from graph_worth.contract import parse as parse
     from graph_worth.contract import variant as variant
+    from graph_worth.lightning import CUDAGraphCallback as CUDAGraphCallback
     from graph_worth.made_variant import Capture as Capture
     from graph_worth.made_variant import Unsupported as Unsupported
     from graph_worth.measuring.marks import mark as mark
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from graph_worth.your_step.step_graph import one_stream as one_stream
 
 _MODULES = {
-    "CUDAGraphCallback": "capture.lightning",
+    "CUDAGraphCallback": "lightning",
     "Capture": "made_variant",
     "CaptureError": "capture.pool",
     "Compiled": "compiled",

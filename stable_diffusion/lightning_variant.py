@@ -78,7 +78,9 @@ class LightningGraph:
         # Its remarks on devices and services are no part of a table.
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         self.state, self.module = state, DiffusionModule(state)
-        self.callback = CUDAGraphCallback(warmup_steps=WARMUP_STEPS)
+        tensors = [tensor for _, tensor in state.named_state()]
+        # Audits compare the losses; here a step is made once.
+        self.callback = CUDAGraphCallback(tensors, warm_up=WARMUP_STEPS, verify=0, cpu="host_graph")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.trainer = _trainer(state.device, self.callback)
@@ -87,13 +89,13 @@ class LightningGraph:
             handler = signal.getsignal(signal.SIGTERM)
             self.loop.switch()
             signal.signal(signal.SIGTERM, handler)
-        capture.pools.append(self.callback.pool)
         state.inputs.reset()
         with capture.timed("warmup_s"):
             for index in range(WARMUP_STEPS):
                 self.step(index)
         with capture.capturing():
             self.step(WARMUP_STEPS)
+        capture.pools.append(self.callback.pool)
 
     def step(self, index: int):
         if self.loop.dead:

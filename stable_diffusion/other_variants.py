@@ -35,9 +35,7 @@ class EagerTorch:
 def graph_step_lightning(state: State, capture):
     """The full iteration as one graph, captured and replayed inside the loop of Lightning's Trainer."""
     if state.buckets:
-        raise Unsupported(
-            "graph_step_lightning runs on one GPU: graph_worth.capture.lightning captures one device's step"
-        )
+        raise Unsupported("graph_step_lightning runs on one GPU: graph_worth.lightning captures one device's step")
     try:
         from stable_diffusion.lightning_variant import LightningGraph
     except ImportError as error:

@@ -10,11 +10,14 @@ pytest.importorskip("lightning", reason="an extra: ./setup.sh lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
-from graph_worth.capture.lightning import CUDAGraphCallback
 from graph_worth.capture.pool import CaptureError
+from graph_worth.lightning import CUDAGraphCallback
+from tests.helpers.reads import Reads
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -25,6 +28,7 @@ pytestmark = [
 ]
 
 WARM, BATCHES = 3, 12
+REPLACED = {"configure_optimizers", "optimizer_step", "training_step", "log"}
 
 
 class Toy(LightningModule):
@@ -40,6 +44,7 @@ class Toy(LightningModule):
             torch.nn.Linear(16, 1),
         )
         self.optimizer = {"lr": torch.tensor(1e-2), "fused": True, "capturable": True} | optimizer
+        self.metric = MeanMetric()
         self.seen = []
 
     def training_step(self, batch, batch_idx):
@@ -72,16 +77,21 @@ def load(data):
     return DataLoader(data, batch_size=None, generator=torch.Generator())
 
 
+def callback_of(**options):
+    return CUDAGraphCallback(**{"warm_up": WARM, "cpu": "host_graph"} | options)
+
+
 def fit(callback=None, module=None, loader=None, val=None, callbacks=(), **settings):
     """A Trainer after `fit` on the CPU with everything else off, and its module; callback None: eager."""
     torch.manual_seed(0)
-    module = module or Toy()
+    module = module if isinstance(module, LightningModule) else (module or Toy)()
     settings = {"max_epochs": 2, "logger": False, "enable_checkpointing": False} | settings
     settings |= {"enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [*callbacks, *([callback] if callback else [])]
     trainer = Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **settings)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        for kind in (UserWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=kind, module="lightning")
         trainer.fit(module, load(loader or list(batches())), val and load(val))
     return trainer, module
 
@@ -112,27 +122,26 @@ def difference(ours, theirs):
 
 
 def test_a_graphed_fit_equals_an_eager_one_bit_for_bit():
-    callback = CUDAGraphCallback(warmup_steps=WARM)
+    callback = callback_of()
     graphed, eager = fit(callback), fit()
     assert difference(graphed, eager) is None
     steps = 2 * BATCHES
     assert graphed[0].global_step == steps
-    # On the host the capture itself makes its step.
-    assert callback.num_replays == steps - WARM - 1
+    assert callback.num_replays == steps - WARM
     losses = [float(loss) for loss, _, _ in graphed[1].seen]
     assert len(set(losses)) == steps and sum(losses[-5:]) < sum(losses[:5])
     # A second fit captures anew; the module is left as it was.
-    assert not {"optimizer_step", "training_step", "log"} & vars(graphed[1]).keys() and callback.pool is None
+    assert not REPLACED & vars(graphed[1]).keys() and callback.pool is None
     fit(callback, graphed[1], max_epochs=1)
-    assert callback.num_replays == steps + BATCHES - 2 * (WARM + 1)
+    assert callback.num_replays == steps + BATCHES - 2 * WARM
 
 
 @pytest.mark.parametrize("settings", [{"gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}], ids=str)
 def test_clipping_and_precisions(settings):
-    callback = CUDAGraphCallback(warmup_steps=WARM)
+    callback = callback_of()
     pair = [fit(c, max_epochs=1, **settings) for c in (callback, None)]
     assert difference(*pair) is None
-    assert callback.num_replays == BATCHES - WARM - 1
+    assert callback.num_replays == BATCHES - WARM
     plain = fit(max_epochs=1)
     assert [float(step[0]) for step in plain[1].seen] != [float(step[0]) for step in pair[0][1].seen]
 
@@ -143,7 +152,7 @@ def test_clipping_and_precisions(settings):
 
 def test_validation_and_checkpoints_in_between_see_the_live_weights(tmp_path):
     values, files, fits = [], [], []
-    graphed = CUDAGraphCallback(warmup_steps=WARM)
+    graphed = callback_of()
     for name, callback in (("graph", graphed), ("eager", None)):
 
         class Watch(Callback):
@@ -163,23 +172,35 @@ def test_validation_and_checkpoints_in_between_see_the_live_weights(tmp_path):
         assert a["global_step"] == b["global_step"]
         assert all(torch.equal(a["state_dict"][key], b["state_dict"][key]) for key in b["state_dict"])
         assert a["lr_schedulers"][0]["last_epoch"] == b["lr_schedulers"][0]["last_epoch"]
-    assert graphed.num_replays == 2 * BATCHES - WARM - 1
+    assert graphed.num_replays == 2 * BATCHES - WARM
 
 
 # ------------------------------------------------------------------------------------------------
-# Batches that do not fit
+# Batches
 
 
-def test_a_batch_that_does_not_fit_is_a_named_error():
+def test_a_last_batch_of_another_size_is_a_shape():
     data = [*batches(BATCHES - 1), *batches(1, size=3)]
-    for warm in (WARM, 100):
-        with pytest.raises(ValueError, match=r"the batch does not fit.*'x'.*\(3, 6\).*\(8, 6\).*drop_last=True"):
-            fit(CUDAGraphCallback(warmup_steps=warm), loader=data)
-    data = [batch if index != 9 else batch | {"z": batch["x"]} for index, batch in enumerate(batches())]
-    with pytest.raises(ValueError, match="'z'"):
-        fit(CUDAGraphCallback(warmup_steps=WARM), loader=data)
-    with pytest.raises(ValueError, match="a dictionary"):
-        fit(CUDAGraphCallback(warmup_steps=WARM), loader=[batch | {"z": "text"} for batch in batches()])
+    callback = callback_of()
+    assert difference(fit(callback, loader=data), fit(loader=data)) is None
+    assert callback.num_replays == 2 * (BATCHES - 1) - WARM
+    with pytest.raises(CaptureError, match=r"\[3, 6\].* has shape 2.*drop_last=True"):
+        fit(callback_of(shapes=1), loader=data)
+
+
+class Pairs(Toy):
+    """Tuples as batches, with a name in them."""
+
+    def training_step(self, batch, batch_idx):
+        x, y, _ = batch
+        return F.mse_loss(self.layers(x), y)
+
+
+def test_batches_are_any_nests():
+    data = [(batch["x"], batch["y"], "train") for batch in batches()]
+    callback = callback_of()
+    assert difference(fit(callback, Pairs, data), fit(None, Pairs, data)) is None
+    assert callback.num_replays == 2 * BATCHES - WARM
 
 
 # ------------------------------------------------------------------------------------------------
@@ -201,27 +222,40 @@ class OwnStep(Toy):
         (Toy, {"accumulate_grad_batches": 2}, "accumulate_grad_batches is 2.*inside training_step"),
         (Manual, {}, "automatic_optimization = True"),
         (OwnStep, {}, "OwnStep.optimizer_step is overridden"),
-        (lambda: Toy(lr=1e-2), {}, r"learning rate of AdamW is 0.01.*lr=torch.tensor\(..., device=...\)"),
+        (lambda: Toy(lr=1e-2), {}, r"learning rate of AdamW is 0.01.*lr=torch.tensor\(..., device=self.device\)"),
         (lambda: Toy(capturable=False), {}, "AdamW is not capturable.*capturable=True"),
     ],
 )
 def test_refused_by_name_before_the_first_step(module, settings, words):
     module = module()
     with pytest.raises(ValueError, match=words):
-        fit(CUDAGraphCallback(), module, **settings)
+        fit(callback_of(), module, **settings)
     assert not module.seen and "optimizer_step" not in vars(module)
+
+
+def test_all_of_them_are_one_list():
+    class Bad(OwnStep):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=10)]
+
+    module = Bad()
+    with pytest.raises(ValueError) as refusal:
+        fit(callback_of(), module, accumulate_grad_batches=4)
+    lines = str(refusal.value).splitlines()
+    words = "cannot capture", "accumulate_grad", "is overridden", "learning rate", "not capturable", "OneCycleLR"
+    assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
+    assert not module.seen and not REPLACED & vars(module).keys()
 
 
 def test_other_precisions_and_strategies_are_refused():
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    with pytest.raises(ValueError, match="warmup_steps=0.*from 1 up"):
-        CUDAGraphCallback(warmup_steps=0)
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="precision '16-mixed'.*host.*'bf16-mixed'"):
-        fit(CUDAGraphCallback(), plugins=[scaled])
-    with pytest.raises(ValueError, match=r"not with DDPStrategy.*Trainer\(devices=1\)"):
-        fit(CUDAGraphCallback(), strategy="ddp")
+        fit(callback_of(), plugins=[scaled])
+    with pytest.raises(ValueError, match=r"DDPStrategy on cpu: use Trainer\(devices=1\)"):
+        fit(callback_of(), strategy="ddp")
     torch.distributed.destroy_process_group()  # Lightning's, which it leaves
 
 
@@ -236,36 +270,130 @@ def _with_step(body):
     return Other()
 
 
-def test_what_the_capture_shows_names_its_cause():
+def test_what_a_step_shows_names_its_cause():
     cases = {
-        r"Tensor.item at .*test_lightning_graph.py:\d+ cannot be captured": lambda s, b, i, loss: loss * loss.item(),
-        "reads batch_idx, which a graph freezes at 3": lambda s, b, i, loss: loss * (1 + i % 2),
-        r"self.log\('n'.*on_train_batch_end": lambda s, b, i, loss: s.log("n", loss) or loss,
+        r"Tensor.item at .*test_lightning.py:\d+ cannot be captured": lambda s, b, i, loss: loss * loss.item(),
+        "reads batch_idx, which a graph freezes": lambda s, b, i, loss: loss * (1 + i % 2),
+        r"self.log\('n', ...\) of a int.*on_train_batch_end": lambda s, b, i, loss: s.log("n", 3) or loss,
+        r"self.log\('m', ...\) of a MeanMetric": lambda s, b, i, loss: s.log("m", s.metric) or loss,
+        r"self.log\('d', ...\) of a float": lambda s, b, i, loss: s.log("d", {"a": loss, "b": 0.5}) or loss,
+        "training_step reads batch_idx.*; self.log": lambda s, b, i, loss: s.log("n", 3 + i % 2) or loss,
+        "replay 2 of this shape does not train as the eager step": lambda s, b, i, loss: loss * i,
         "training_step returned None": lambda s, b, i, loss: None,
     }
     for words, body in cases.items():
         module = _with_step(body)
         with pytest.raises(CaptureError, match=words):
-            fit(CUDAGraphCallback(warmup_steps=WARM), module)
-        assert not {"optimizer_step", "training_step", "log"} & vars(module).keys(), "left as it was"
+            fit(callback_of(), module)
+        assert not REPLACED & vars(module).keys(), "left as it was"
 
 
-def test_changes_of_the_optimizer_after_the_capture_are_refused():
-    def change(name, value):
-        class Change(Callback):
-            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-                optimizer = trainer.optimizers[0]
-                if batch_idx != 7:
-                    return
-                if name == "load":
-                    optimizer.load_state_dict(optimizer.state_dict())
-                elif name == "group":
-                    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-                else:
-                    optimizer.param_groups[0][name] = value
+class Change(Callback):
+    """Does something to the optimizer after a step in the middle of an epoch."""
 
-        return Change()
+    def __init__(self, change):
+        self.change = change
 
-    for name, value in (("lr", 0.1), ("betas", (0.8, 0.9)), ("load", None), ("group", None)):
-        with pytest.raises(ValueError, match="param_groups or state changed after the capture"):
-            fit(CUDAGraphCallback(warmup_steps=WARM), callbacks=[change(name, value)])
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 7:
+            self.change(trainer.optimizers[0])
+
+
+def test_changes_of_the_optimizer_after_the_capture():
+    new_group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(0.1)}
+    refused = {
+        r"lr in param_groups.* is 0.1": lambda optimizer: optimizer.param_groups[0].update(lr=0.1),
+        r"betas in param_groups": lambda optimizer: optimizer.param_groups[0].update(betas=(0.8, 0.9)),
+        r"param_groups": lambda optimizer: optimizer.add_param_group(new_group),
+    }
+    for words, change in refused.items():
+        with pytest.raises(CaptureError, match=words):
+            fit(callback_of(), callbacks=[Change(change)])
+
+
+def test_a_refused_fit_may_go_on_eagerly():
+    def body(module, batch, batch_idx, loss):
+        module.log("index", batch_idx)
+        return loss * (1 + batch_idx % 2)
+
+    callback = callback_of(on_refusal="eager")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        graphed = fit(callback, lambda: _with_step(body))
+    assert difference(graphed, fit(None, lambda: _with_step(body))) is None
+    assert callback.num_replays == 0
+    assert sum("reads batch_idx" in str(warning.message) for warning in shown) == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Logs
+
+
+class Logging(Toy):
+    """Logs tensors in the step and in a hook inside of it."""
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self.layers(batch["x"]), batch["y"])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log_dict({"largest": batch["y"].max(), "parts": loss / 2}, reduce_fx="max", on_step=False, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+
+
+class HookLogs(Callback):
+    def on_after_backward(self, trainer, pl_module):
+        self.log("bias", pl_module.layers[-1].bias.grad.sum())
+
+
+class Kept(Logger):
+    """A logger that keeps what it is given."""
+
+    name, version = "kept", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+
+def test_logs_of_tensors_are_those_of_an_eager_fit():
+    loggers, fits = [Kept(), Kept()], []
+    callback = callback_of()
+    for graphs, logger in zip((callback, None), loggers, strict=True):
+        fits.append(fit(graphs, Logging, logger=logger, log_every_n_steps=3, callbacks=[HookLogs()]))
+    assert difference(*fits) is None and callback.num_replays == 2 * BATCHES - WARM
+    ours, eager = (logger.rows for logger in loggers)
+    assert ours == eager and len(ours) == 2 * (BATCHES // 3 + 1)
+    assert {name for _, row in ours for name in row} >= {"loss_step", "loss_epoch", "largest", "parts", "norm", "bias"}
+    losses = [row["loss_step"] for _, row in ours if "loss_step" in row]
+    assert len(set(losses)) == len(losses)
+    assert fits[0][0].callback_metrics == fits[1][0].callback_metrics
+
+
+def test_nothing_is_read_on_the_host_between_two_logs():
+    class Watch(Callback):
+        counts = ()
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step >= BATCHES and (trainer.global_step + 1) % 6:
+                self.reads = Reads()
+                self.reads.__enter__()
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step > BATCHES and trainer.global_step % 6:
+                self.reads.__exit__(None, None, None)
+                self.counts += (self.reads.count,)
+
+    watch = Watch()
+    fit(callback_of(), Logging(), logger=Kept(), log_every_n_steps=6, callbacks=[watch])
+    assert watch.counts == (0,) * 10
+    # An eager step that reads is counted.
+    fit(None, _with_step(lambda s, b, i, loss: loss * float(loss > 0)), callbacks=[watch])
+    assert watch.counts[10:] == (1,) * 10
