@@ -150,8 +150,8 @@ class GraphedTrainer(Trainer):
             (is_engine, "deepspeed or fsdp, which move parameters: train on one GPU"),
             (args.fp16, "fp16, whose loss scale is read: bf16=True"),
             (
-                num_gpus > 1,
-                f"{num_gpus} GPUs: set CUDA_VISIBLE_DEVICES=0, or use graphed() with DistributedDataParallel",
+                num_gpus > 1 or self.accelerator.distributed_type != "NO",
+                f"{num_gpus} GPUs or torchrun: start it by python with CUDA_VISIBLE_DEVICES=0, or use graphed() and DDP",
             ),
             (self.is_model_parallel, "a model over several devices: use one"),
             (_READING & schedules, "a scheduler that reads losses: another lr_scheduler_type"),

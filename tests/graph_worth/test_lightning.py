@@ -1,7 +1,9 @@
 """The full iteration captured under Lightning's own loop: equal to eager, refused by name."""
 
 import logging
+import os
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -254,7 +256,9 @@ def test_other_precisions_and_strategies_are_refused():
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="precision '16-mixed'.*host.*'bf16-mixed'"):
         fit(callback_of(), plugins=[scaled])
-    with pytest.raises(ValueError, match=r"DDPStrategy on cpu: use Trainer\(devices=1\)"):
+    refused = pytest.raises(ValueError, match=r"DDPStrategy on cpu: use Trainer\(devices=1\)")
+    # Lightning leaves its ranks in the environment, too.
+    with mock.patch.dict(os.environ), refused:
         fit(callback_of(), strategy="ddp")
     torch.distributed.destroy_process_group()  # Lightning's, which it leaves
 

@@ -200,7 +200,7 @@ def test_what_cannot_be_captured_is_one_list(tmp_path, monkeypatch):
         "cannot capture this training",
         "transformers 5.25.1: it knows 5.17 to 5.24",
         "fp16",
-        "4 GPUs: set CUDA_VISIBLE_DEVICES=0",
+        "4 GPUs or torchrun: start it by python with CUDA_VISIBLE_DEVICES=0",
         "several devices",
         "scheduler that reads losses",
         "Adafactor, which is neither capturable nor fused",
