@@ -64,6 +64,12 @@ class GraphedTrainer(Trainer):
                 self.graphed.release()
             self._past_replays, self.graphed, self._update, self._losses = self.num_replays, None, (), []
 
+    def get_train_dataloader(self):
+        """Return Trainer's loader; it copies batches to the GPU without waiting for the replays before them."""
+        loader = super().get_train_dataloader()
+        loader._non_blocking = True
+        return loader
+
     def get_batch_samples(self, *args, **kwargs):
         """Return all microbatches of an update and their number of items, and keep them for the graph."""
         self._update, self._losses = super().get_batch_samples(*args, **kwargs), []
@@ -151,7 +157,7 @@ class GraphedTrainer(Trainer):
             (args.fp16, "fp16, whose loss scale is read: bf16=True"),
             (
                 num_gpus > 1 or self.accelerator.distributed_type != "NO",
-                f"{num_gpus} GPUs or torchrun: start it by python with CUDA_VISIBLE_DEVICES=0, or use graphed() and DDP",
+                f"{num_gpus} GPUs or torchrun: start it by python with CUDA_VISIBLE_DEVICES=0; graphed() takes DDP",
             ),
             (self.is_model_parallel, "a model over several devices: use one"),
             (_READING & schedules, "a scheduler that reads losses: another lr_scheduler_type"),

@@ -102,6 +102,71 @@ def test_the_page_has_half_a_screen_for_each_case_and_names_every_argument():
     assert "capture_it.md" in (ROOT / "docs" / "SKILL.md").read_text()
 
 
+def library_case(name, **names):
+    """Run the block of a library's section, and return the names that it leaves."""
+    torch.manual_seed(0)
+    (block,) = BLOCKS[name]
+    exec(compile(block, "capture_it.md", "exec"), names)
+    return names
+
+
+@pytest.mark.slow
+def test_lightning(device, tmp_path, monkeypatch):
+    pytest.importorskip("lightning", reason="an extra: ./setup.sh lightning")
+    from lightning.pytorch import Callback
+
+    from graph_worth import lightning
+
+    monkeypatch.chdir(tmp_path)
+    # With a generator of its own: it draws nothing from the one that dropout uses.
+    data = torch.utils.data.DataLoader(loader("Lightning"), batch_size=None, generator=torch.Generator())
+    callback = functools.partial(lightning.CUDAGraphCallback, cpu="host_graph")
+    monkeypatch.setattr(lightning, "CUDAGraphCallback", callback)
+    ours = library_case("Lightning", loader=data)
+    assert ours["graphs"].num_replays == 2 * 28 - 3
+    monkeypatch.setattr(lightning, "CUDAGraphCallback", type("Eager", (Callback,), {"num_replays": 0}))
+    eager = library_case("Lightning", loader=data)
+    states = [names["module"].state_dict().values() for names in (ours, eager)]
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    assert ours["trainer"].callback_metrics == eager["trainer"].callback_metrics
+
+
+@pytest.mark.slow
+def test_trainer(device, tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="an extra: ./setup.sh peft")
+    import graph_worth.transformers
+
+    monkeypatch.chdir(tmp_path)
+    tokens = torch.randint(0, 64, (120, 8), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    graphed = functools.partial(graph_worth.transformers.GraphedTrainer, graph_options={"cpu": "host_graph"})
+    monkeypatch.setattr(graph_worth.transformers, "GraphedTrainer", graphed)
+    ours = library_case("Transformers' Trainer", rows=rows)["trainer"]
+    assert ours.num_replays == 24 - 3
+    stock = type("Stock", (transformers.Trainer,), {"num_replays": 0})
+    monkeypatch.setattr(graph_worth.transformers, "GraphedTrainer", stock)
+    eager = library_case("Transformers' Trainer", rows=rows)["trainer"]
+    losses = [[row["loss"] for row in trainer.state.log_history if "loss" in row] for trainer in (ours, eager)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 3
+
+
+@pytest.mark.slow
+def test_accelerate(device, monkeypatch):
+    state = pytest.importorskip("accelerate", reason="an extra: ./setup.sh peft").state
+    results = []
+    for is_eager in False, True:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        data = torch.utils.data.DataLoader(loader("accelerate"), batch_size=None, generator=torch.Generator())
+        if is_eager:
+            monkeypatch.setattr(graph_worth, "graphed", lambda step, owned: step)
+        results.append(library_case("accelerate", loader=data))
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    ours, eager = results
+    assert ours["step"].replays == 14 - 3
+    assert all(map(torch.equal, ours["losses"], eager["losses"])) and len(set(map(float, ours["losses"]))) == 14
+    assert all(map(torch.equal, ours["model"].state_dict().values(), eager["model"].state_dict().values()))
+
+
 def ranks(code, count, tmp_path):
     """Run a program under torchrun; each rank writes its losses."""
     path = tmp_path / "program.py"

@@ -62,7 +62,9 @@ class Toy(LightningModule):
             self.seen.append((outputs["loss"], outputs.get("y", outputs["loss"]), self.global_step))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), **self.optimizer)
+        lr = self.optimizer["lr"]
+        lr = lr.to(self.device, copy=True) if isinstance(lr, torch.Tensor) else lr
+        optimizer = torch.optim.AdamW(self.parameters(), **self.optimizer | {"lr": lr})
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -87,10 +89,10 @@ def fit(callback=None, module=None, loader=None, val=None, callbacks=(), **setti
     """A Trainer after `fit` on the CPU with everything else off, and its module; callback None: eager."""
     torch.manual_seed(0)
     module = module if isinstance(module, LightningModule) else (module or Toy)()
-    settings = {"max_epochs": 2, "logger": False, "enable_checkpointing": False} | settings
+    settings = {"accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_checkpointing": False} | settings
     settings |= {"enable_progress_bar": False, "enable_model_summary": False}
     callbacks = [*callbacks, *([callback] if callback else [])]
-    trainer = Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **settings)
+    trainer = Trainer(devices=1, callbacks=callbacks, **settings)
     with warnings.catch_warnings():
         for kind in (UserWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=kind, module="lightning")
@@ -401,3 +403,43 @@ def test_nothing_is_read_on_the_host_between_two_logs():
     # An eager step that reads is counted.
     fit(None, _with_step(lambda s, b, i, loss: loss * float(loss > 0)), callbacks=[watch])
     assert watch.counts[10:] == (1,) * 10
+
+
+# ------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+class NoWaits(Callback):
+    """What waits for the GPU in a step between two logs is an error."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step >= BATCHES and (trainer.global_step + 1) % 6:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:graphed. this program works on the default stream")
+@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.1, "precision": "bf16-mixed"}], ids=str)
+def test_a_fit_on_a_gpu_equals_an_eager_one_bit_for_bit(settings):
+    loggers, fits = [Kept(), Kept()], []
+    callback = callback_of()
+    settings |= {"accelerator": "gpu", "log_every_n_steps": 6, "callbacks": [HookLogs()]}
+    for graphs, logger in zip((callback, None), loggers, strict=True):
+        fits.append(fit(graphs, Logging, logger=logger, **settings))
+    assert difference(*fits) is None and loggers[0].rows == loggers[1].rows
+    assert callback.num_replays == 2 * BATCHES - WARM
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:graphed. this program works on the default stream")
+def test_nothing_waits_for_a_gpu_between_two_logs():
+    settings = {"accelerator": "gpu", "logger": Kept(), "log_every_n_steps": 6, "callbacks": [NoWaits()]}
+    try:
+        fit(callback_of(), Logging, **settings)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            fit(None, lambda: _with_step(lambda s, b, i, loss: loss * float(loss > 0)), **settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

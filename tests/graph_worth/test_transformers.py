@@ -245,3 +245,47 @@ def test_a_step_that_a_graph_cannot_hold_is_refused_or_stays_eager(tmp_path):
 
     with pytest.raises(CaptureError):
         trained(Counting, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+class NoWaits(TrainerCallback):
+    """What waits for the GPU between two logs is an error."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step >= 10 and state.global_step % args.logging_steps == 0:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % args.logging_steps == args.logging_steps - 1:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """One GPU, with kernels that give the same bits each time."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 1)
+    torch.use_deterministic_algorithms(True)
+    yield {"device": "cuda", "optimizer": True}
+    torch.cuda.set_sync_debug_mode("default")
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:graphed. this program works on the default stream")
+@pytest.mark.parametrize("settings", [{"max_steps": 200}, {"gradient_accumulation_steps": 4, "bf16": True}], ids=str)
+def test_updates_on_a_gpu_are_those_of_trainer_bit_for_bit(tmp_path, gpu, settings):
+    graphed = trained(GraphedTrainer, tmp_path, **gpu, **settings)
+    assert first_difference(graphed, trained(Trainer, tmp_path, **gpu, **settings)) is None
+    assert graphed.num_replays == graphed.state.global_step - WARM - 2 * ("bf16" in settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:graphed. this program works on the default stream")
+def test_nothing_waits_for_a_gpu_between_two_logs(tmp_path, gpu):
+    trained(GraphedTrainer, tmp_path, logging_steps=5, callbacks=[NoWaits()], **gpu)
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        trained(Trainer, tmp_path, logging_steps=5, callbacks=[NoWaits()], **gpu)
