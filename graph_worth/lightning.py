@@ -127,10 +127,9 @@ class CUDAGraphCallback(Callback):
         step.run = step.closure = step.result = None
         closure._result = ClosureResult(None, extra=result["extra"])
         closure._result.loss = result["loss"]
-        module, hook = self._module, self._module._current_fx_name
-        for module._current_fx_name, name, value, kwargs in result["logs"]:
-            module.log(name, value, **kwargs)
-        module._current_fx_name = hook
+        # The hook that logged; Lightning puts its own back.
+        for self._module._current_fx_name, name, value, kwargs in result["logs"]:
+            self._module.log(name, value, **kwargs)
 
     def _stop(self):
         if self._module is not None:

@@ -93,9 +93,8 @@ class GraphedTrainer(Trainer):
         return loss
 
     def _train(self, update):
-        """Make one update, eagerly or in a capture."""
+        """Make one update, eagerly or in a capture. The loop has set the gradients to None."""
         model, losses, norm = self.model_wrapped, [], None
-        model.zero_grad()
         for inputs in update["microbatches"]:
             losses.append(super().training_step(model, inputs, update["num_items"]))
         if self.args.max_grad_norm > 0:
