@@ -10,6 +10,7 @@ compared; an update of fewer microbatches, at an epoch's end, is a shape. Betwee
 the GPU. Losses that are not finite are filtered there, where logging_nan_inf_filter asks for it.
 """
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -36,7 +37,6 @@ class GraphedTrainer(Trainer):
         CaptureError: an update shows that it cannot be captured.
     """
 
-    # Trainer's own, and accelerate's around it.
     optimizer: Any
     lr_scheduler: Any
 
@@ -79,7 +79,9 @@ class GraphedTrainer(Trainer):
         """Train on all microbatches of the update when the first one comes; return the loss of this one."""
         if not self._losses:
             if self.graphed is None:
-                self.graphed = graphed(self._train, [self.model, self.optimizer.optimizer], **self.graph_options)
+                # A bound method's object would be looked at, and the loop counts in it.
+                step, owned = partial(self._train), [self.model, self.optimizer.optimizer]
+                self.graphed = graphed(step, owned, **self.graph_options)
             if not model.training:
                 model.train()
             result = self.graphed(dict(zip(("microbatches", "num_items"), self._update, strict=True)))

@@ -320,6 +320,23 @@ def test_changes_of_the_optimizer_after_the_capture():
     assert difference(fit(callback_of(), callbacks=[load]), fit(callbacks=[load])) is None
 
 
+def test_numbers_of_the_module_may_be_looked_at():
+    class Scaled(Toy):
+        scale = 1.0
+
+        def training_step(self, batch, batch_idx):
+            return F.mse_loss(self.layers(batch["x"]), batch["y"]) * self.scale
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            pass
+
+    callback = callback_of(check="always")
+    trainer, _ = fit(callback, Scaled)
+    assert callback.num_replays == trainer.global_step - WARM, "the loop's own counters are none of them"
+    with pytest.raises(CaptureError, match="scale was 1.0 at the capture and is 2.0"):
+        fit(callback, Scaled, callbacks=[Change(lambda optimizer: setattr(Scaled, "scale", 2.0))])
+
+
 def test_a_refused_fit_may_go_on_eagerly():
     def body(module, batch, batch_idx, loss):
         module.log("index", batch_idx)

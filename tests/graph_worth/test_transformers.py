@@ -43,6 +43,7 @@ def make(kind, folder, optimizer=False, device="cpu", callbacks=(), options=None
 
 
 def trained(*args, resume=None, **settings):
+    """The trainer after train()."""
     trainer = make(*args, **settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -90,7 +91,7 @@ def test_200_updates_are_those_of_trainer_bit_for_bit(tmp_path):
         ({"gradient_accumulation_steps": 2, "bf16": True}, 1),
         ({"max_grad_norm": 0.0}, 0),
         ({"max_grad_norm": 0.05, "label_smoothing_factor": 0.1}, 0),
-        ({"lr_scheduler_type": "cosine"}, 0),
+        ({"lr_scheduler_type": "cosine", "options": {"check": "always"}}, 0),
     ],
     ids=str,
 )
