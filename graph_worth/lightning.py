@@ -122,7 +122,7 @@ class CUDAGraphCallback(Callback):
             result = self.graphed(self._batch)
         except CaptureError as error:
             # Raised, or said once: the step was eager then.
-            self.graphed._refuse(error)
+            self.graphed._refuse(error if error.place else self.graphed._refusal_of(str(error)))
             result = step.result
         step.run = step.closure = step.result = None
         closure._result = ClosureResult(None, extra=result["extra"])
