@@ -52,11 +52,6 @@ class Snapshot:
         for set_state, state in self._random:
             set_state(state)
 
-    def moved(self) -> list[bool]:
-        """Say of each tensor whether it differs from its copy."""
-        pairs = zip(self.tensors, self._values, strict=True)
-        return [not torch.equal(tensor, value) for (_, tensor), value in pairs]
-
     def put_numbers_back(self) -> None:
         """Put back what optimizers, schedules and other objects hold on the host."""
         for put_back in self._numbers:

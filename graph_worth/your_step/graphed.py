@@ -408,7 +408,9 @@ class graphed:
         def course(step):
             start.restore()
             self._moving.put_back(values)
+            versions = [tensor._version for _, tensor in start.tensors]
             result = step(batch)
+            written = [tensor._version != version for (_, tensor), version in zip(start.tensors, versions, strict=True)]
             loss = loss_of(result)
             leaves = [part for leaf in tree_leaves(result) for part in _parts_of(leaf)]
             named = start.tensors + [(f"result {i}", leaf) for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
@@ -417,7 +419,7 @@ class graphed:
                 losses=[float(torch.as_tensor(loss).detach()) if is_scalar else 0.0],
                 names=[name for name, _ in named],
                 copies={0: [tensor.detach().clone() for _, tensor in named]} if count == 3 else {},
-                moved=start.moved(),
+                written=written,
                 numbers=[leaf.shape if torch.is_tensor(leaf) else _number_of(leaf) for leaf in leaves],
             )
 
@@ -457,7 +459,7 @@ class graphed:
             words = first(parity.difference(plain, plain, eager))
             words = words and f"code at {first(questions)[0]} does something else while a stream captures: {words}"
             price = max(parity.scatter(plain, eager), parity.loss_deviation(eager.losses, plain.losses) or 0.0)
-            if first(price > MOST_PRICE or plain.moved != eager.moved):
+            if first(price > MOST_PRICE or plain.written != eager.written):
                 differs = words
             elif words:
                 self._warn(f"{words}; the graph does so, too")

@@ -392,7 +392,8 @@ def test_code_that_asks_whether_a_stream_captures_is_named_by_what_it_changes(ef
     def change(training, loss):
         if not torch.cuda.is_current_stream_capturing():
             loss = loss * (1 + 1e-5) if effect == "a rounding" else loss
-            rate.mul_(0.9999 if effect == "another state" else 1.0)
+            if effect == "another state":
+                rate.mul_(0.9999)
         return loss
 
     ours = Training(CPU, change=change)
