@@ -13,6 +13,7 @@ compared with the eager step from the same state, and the caller gets eager's re
 """
 
 import contextlib
+import functools
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -486,7 +487,9 @@ class graphed:
         """Return the error, or one of these words, with a place and the doctor's command."""
         code, reason = _code_of(self.eager), getattr(error, "reason", "")
         place = place or getattr(error, "place", "")
-        place = place or (f"{code.co_filename}:{code.co_firstlineno}" if code else "the step")
+        if ":" not in place:
+            # As of work that was not joined, which shows at the capture's end.
+            place = f"{code.co_filename}:{code.co_firstlineno}" if code else "the step"
         words = next(iter(str(error).splitlines()), "")
         if isinstance(error, Exception) and not isinstance(error, CaptureError):
             words = f"in the capture the step raised {type(error).__name__}: {words}"
@@ -545,12 +548,14 @@ def _added_gradients(parameters):
     before = {id(parameter): (parameter.grad, parameter.grad._version) for parameter in trained}
     added: list[torch.Tensor] = []
 
-    def look(parameter):
+    def look(parameter, _):
         gradient, version = before.pop(id(parameter), (None, 0))
-        if gradient is not None and parameter.grad is gradient and gradient._version == version + 1:
+        # Kernels that fill many tensors with zeros count no version.
+        if gradient is not None and parameter.grad is gradient and gradient._version == version and gradient.any():
             added.append(parameter)
 
     with contextlib.ExitStack() as stack:
         for parameter in trained:
-            stack.callback(parameter.register_post_accumulate_grad_hook(look).remove)
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            stack.callback(node.register_prehook(functools.partial(look, parameter)).remove)
         yield added
