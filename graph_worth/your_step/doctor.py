@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -134,8 +135,19 @@ def diagnose(text: str, device: torch.device, before_mine: Callable = lambda dia
     if device.type == "cuda":
         # cuBLAS is deterministic with it alone.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with Filled(0.0):
-        state = StepState(text, device, "the doctor")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if device.type == "cpu" else threads)
+    try:
+        with Filled(0.0):
+            state = StepState(text, device, "the doctor")
+        if torch.get_num_threads() < threads:
+            _choose_threads(state, threads)
+        return _diagnosed(state, before_mine)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _diagnosed(state: StepState, before_mine: Callable) -> Diagnosis:
     seconds = NUM_STEPS_IN_ALL * state.step_s
     if seconds > 60 and os.environ.get("RANK", "0") == "0":
         takes = f"a step takes {state.step_s:.1f} s, and the doctor makes {NUM_STEPS_IN_ALL}"
@@ -148,6 +160,21 @@ def diagnose(text: str, device: torch.device, before_mine: Callable = lambda dia
         diagnosis.outcomes[MINE.title] = outcome.text
         diagnosis.findings = ordered([*diagnosis.findings, *([outcome.finding] if outcome.finding else [])])
     return diagnosis
+
+
+def _choose_threads(state: StepState, most: int) -> None:
+    """Keep to few threads where more are slower: on busy cores the threads of small operators wait for one another."""
+    seconds = {}
+    for count in (torch.get_num_threads(), most):
+        torch.set_num_threads(count)
+        state.train(0)
+        start = time.monotonic()
+        state.train(1)
+        seconds[count] = time.monotonic() - start
+    best = min(seconds, key=seconds.__getitem__)
+    torch.set_num_threads(best)
+    state.step_s = seconds[best]
+    state.reset()
 
 
 def _without_mine(state) -> Diagnosis:

@@ -1,5 +1,7 @@
 """Rules of the doctor that the gallery does not show, on variations of one step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -251,6 +253,28 @@ def test_a_sound_step_is_not(tmp_path, name):
 
     assert not [finding for finding in found.findings if finding.level != NOTE], found.text()
     assert found.outcomes[WHOLE.title] == EQUAL
+
+
+@pytest.mark.parametrize("fewer_are_faster", [True, False])
+def test_threads_that_wait_for_one_another_are_left_out(tmp_path, monkeypatch, fewer_are_faster):
+    """On two busy cores a detector's step took 5 s with two threads, and 0.6 s with one."""
+    clock, before = [0.0], torch.get_num_threads()
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    original = StepState.train
+
+    def train(state, index):
+        clock[0] += torch.get_num_threads() if fewer_are_faster else 1 / torch.get_num_threads()
+        return original(state, index)
+
+    monkeypatch.setattr(StepState, "train", train)
+    numbers, look = [], doctor.EagerSteps
+    monkeypatch.setattr(doctor, "EagerSteps", lambda state: numbers.append(torch.get_num_threads()) or look(state))
+    try:
+        torch.set_num_threads(2)
+        diagnosed(tmp_path, {})
+        assert numbers == [1 if fewer_are_faster else 2] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_step_that_knows_its_batch_is_told_apart_from_a_wrong_capture(tmp_path):
