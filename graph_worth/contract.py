@@ -61,6 +61,8 @@ class Training:
         batch_class: class of the batch of a step: batches of one shape are one class.
         grad_norms: grad_norms(n) of steps 0 to n - 1.
         compared: compared() is a context of the steps whose losses and state are compared with another variant's.
+        apart: apart(variant) says how its training leaves eager's where their bits differ, "" where by roundings alone;
+            None where it cannot tell. Of a variant that declares no parity.
         evaluate: mean loss over held-out batches, for --mllog; it leaves the training state as it is.
         finish: work after a training by hand, such as saving a file; returns lines for a person.
         close: releases data workers and files; what it returns is written by --record.
@@ -85,6 +87,7 @@ class Training:
     batch_class: Callable[[int], int] = lambda index: 0
     grad_norms: Callable[[int], list[float]] = lambda count: []
     compared: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    apart: Callable[[Any], str | None] | None = None
     evaluate: Callable[[], float] | None = None
     finish: Callable[[], list[str]] | None = None
     close: Callable[[], dict | None] | None = None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graph_worth.harness.files.facts import Again, Block, Build, Run, Trained, Variant
-from graph_worth.measuring.parity import SCATTER_FACTOR, loss_deviation
+from graph_worth.measuring.parity import SCATTER_FACTOR, amount, loss_deviation
 
 # A variant of kind "graph" whose graphs launch less than this is not the capture that its name says, unless its traits
 # name the small part that it holds. Such graphs launch something all the same.
@@ -269,7 +269,7 @@ def _training_fault(variant, reference, base, run, control) -> Found | None:
         if deviation > of_one_block:
             reason = f"its losses in cycle {block.cycle} differ from the reference's by {deviation:.1e}"
             cycle = block.cycle if deviation <= LARGEST_OF_ONE_BLOCK else None
-            return Found(Fault.LOSSES, f"{reason}, two eager blocks by {scatter:.1e}", cycle)
+            return Found(Fault.LOSSES, f"{reason}, two eager blocks by {amount(scatter)}", cycle)
         deviations.append(deviation)
         where = f"a block of cycle {block.cycle} moved"
         fault = _other_movement(block, reference_block, Fault.MOVEMENT, where, MOVED_TOLERANCE)
@@ -282,7 +282,7 @@ def _training_fault(variant, reference, base, run, control) -> Found | None:
     middle = plain.median(deviations) if deviations else 0.0
     if middle > bound:
         reason = f"its losses differ from the reference's by {middle:.1e} in most cycles"
-        return Found(Fault.LOSSES, f"{reason}, two eager blocks by {scatter:.1e}", variant.blocks[-1].cycle)
+        return Found(Fault.LOSSES, f"{reason}, two eager blocks by {amount(scatter)}", variant.blocks[-1].cycle)
     return None
 
 

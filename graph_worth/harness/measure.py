@@ -268,6 +268,25 @@ def _usual(args, options: Options, seen: dict) -> Options:
     return request(args, ",".join([*names, *([MINE] if seen.get("has_mine") else [])]))
 
 
+def _beside_doctor(measured: Run, doctor_status: int, seen: dict) -> tuple[int, str]:
+    """The verdict of a run, which says how it fits to the doctor's."""
+    status, sentence = verdict(measured)
+    builds = judge.judged(measured).values()
+    whole = next((judged.verdicts["graph_step"] for judged in builds if "graph_step" in judged.verdicts), None)
+    # The others may be trusted where the run itself found the graph of the whole step wrong.
+    is_seen = whole is not None and whole.status in ("failed", "numerics_failed")
+    if doctor_status == WRONG and status != NO_CAPTURE and not is_seen:
+        return WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
+    if status == WRONG and seen.get("suspects"):
+        sentence += f" Probably because of {seen['suspects'][0]}."
+    elif status in (WRONG, NO_CAPTURE) and seen.get("whole_is_right"):
+        sentence += " The doctor's graph of the whole step did not show it in eight steps."
+    elif doctor_status == NO_CAPTURE and whole is not None and whole.status == judge.PASS:
+        passed = "The whole step could be captured here, whatever the doctor found above."
+        sentence += f" {passed if measured.device == 'cuda' else 'A GPU refuses graph_step: see the doctor above.'}"
+    return status, sentence
+
+
 def _as_captured(options: Options) -> None:
     """Compare graphs with eager steps that do what they do in a capture; those of blocks do what they do without."""
     options.flags += ["--as-captured", "true"]
@@ -382,15 +401,7 @@ def _measure(args, answer: dict) -> int:
     if path is None:
         print("The eager step failed, so nothing was timed.")
         return EAGER_FAILED
-    status, sentence = verdict(measured)
-    builds = judge.judged(measured).values()
-    whole = next((judged.verdicts["graph_step"] for judged in builds if "graph_step" in judged.verdicts), None)
-    # The others may be trusted where the run itself found the graph of the whole step wrong.
-    is_seen = whole is not None and whole.status in ("failed", "numerics_failed")
-    if doctor_status == WRONG and status != NO_CAPTURE and not is_seen:
-        status, sentence = WRONG, f"Wrong numbers: see what the doctor found above. {sentence}"
-    elif status == WRONG and seen.get("suspects"):
-        sentence += f" Probably because of {seen['suspects'][0]}."
+    status, sentence = _beside_doctor(measured, doctor_status, seen)
     if not args.quick:
         print(run.page_line(path, findings, sentence))
     answer |= _as_json(measured, path, sentence)

@@ -44,7 +44,12 @@ class ParityOfRuns:
     def __str__(self) -> str:
         if self.is_bitwise:
             return "bitwise"
-        return "no losses" if self.deviation is None else f"{self.deviation:.1e}"
+        return "no losses" if self.deviation is None else amount(self.deviation) if self.deviation else "equal losses"
+
+
+def amount(share: float) -> str:
+    """Return a relative difference as it is printed: 0.0e+00 says nothing."""
+    return f"{share:.1e}" if share else "nothing"
 
 
 def agreement(course, reference) -> ParityOfRuns:
@@ -71,24 +76,38 @@ def first_loss(losses: Sequence[float], reference: Sequence[float], allowed: flo
 
 def scatter(first, second) -> float:
     """Return the largest difference of the copies of two courses, relative to each tensor's largest value."""
-    states = zip(first.copies.values(), second.copies.values(), strict=True)
-    return max((_tensor_difference(a, b) for x, y in states for a, b in zip(x, y, strict=True)), default=0.0)
+    return max((_step_scatter(first, second, index) for index in first.copies), default=0.0)
 
 
-def difference(eager, again, course) -> str:
+def _step_scatter(first, second, index) -> float:
+    pairs = zip(first.copies.get(index, ()), second.copies.get(index, ()), strict=True)
+    return max((_tensor_difference(a, b) for a, b in pairs), default=0.0)
+
+
+def difference(eager, again, course, rounded=None) -> str:
     """Return the first step and tensor, or loss, by which a course leaves two eager ones, in words, or "".
 
-    It has to differ by more than these two do. They are of `graph_worth.measuring.course`.
+    It has to differ by more than these two do. The doctor, measure and graphed judge by it.
+
+    Args:
+        eager: the first eager course.
+        again: another one from the same start.
+        course: it is judged.
+        rounded: an eager one that one rounding has moved at its start, for a course whose kernels may round otherwise:
+            up to each step it may differ by as much.
     """
     allowed = max(SCATTER_FACTOR * scatter(eager, again), _ROUNDING)
-    parted = first_loss(course.losses, eager.losses, max(allowed, _LOSS_ROUNDING))
     for index, loss in enumerate(eager.losses):
+        if rounded is not None:
+            moved = max(_step_scatter(eager, rounded, index), _loss_difference(rounded.losses[index], loss))
+            allowed = max(allowed, SCATTER_FACTOR * moved)
         tensors = zip(eager.names, eager.copies.get(index, ()), course.copies.get(index, ()), strict=False)
         for name, a, b in tensors:
             share = _tensor_difference(a, b)
             if share > allowed:
-                return f"{name} differs from eager's after step {index}, by {share:.1e} of its largest value"
-        if index == parted:
+                words = f"by {share:.1e} of its largest value" if share < math.inf else "in NaN or infinite values"
+                return f"{name} differs from eager's after step {index}, {words}"
+        if _loss_difference(course.losses[index], loss) > max(allowed, _LOSS_ROUNDING):
             return f"the loss of step {index} is {course.losses[index]:.7g}, eager's {loss:.7g}"
     return ""
 

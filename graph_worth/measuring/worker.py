@@ -93,6 +93,8 @@ class Worker:
         self.made: dict[str, dict] = {}
         self.places: dict[str, tuple[str, int]] = {}
         self.flags: dict[str, str] = {}
+        # The first one of eager's parity, and its hashes over all ranks.
+        self.of_eager: tuple[Course, list[str]] | None = None
 
     # --- commands
 
@@ -228,7 +230,8 @@ class Worker:
             variant, facts = self._make(name)
             try:
                 with self._entered(command["variant"], variant):
-                    return facts | self._course(variant, 0, count, True, seconds)
+                    facts |= self._course(variant, 0, count, True, seconds)
+                    return facts | self._beside_eager(name, variant, facts)
             finally:
                 self._release(variant)
                 del variant
@@ -362,7 +365,7 @@ class Worker:
             variants.synchronize()
             return of_first_rank(index + 1 >= LEAST_COURSE and time.monotonic() - start_s > seconds)
 
-        course = Course(self.training, hashed=every if every_step else every[-1:])
+        self.course = course = Course(self.training, hashed=every if every_step else every[-1:])
         with self.training.compared():
             for index in course.steps(first + count, is_over):
                 variant.step(index)
@@ -373,6 +376,22 @@ class Worker:
             "losses": [block.finite(loss) for loss in course.losses[-count:]],
             "grad_norms": [block.finite(norm) for norm in norms[-count:]],
         }
+
+    def _beside_eager(self, name, variant, facts) -> dict:
+        """The tensor whose bits leave eager's first, and how far the state does, of a variant whose hashes differ."""
+        if name == "eager":
+            self.of_eager = self.of_eager or (self.course, facts["hashes"])
+        if self.of_eager is None or facts["hashes"] == self.of_eager[1]:
+            return {}
+        pairs = zip(self.course.hashes(), self.of_eager[0].hashes(), strict=False)
+        rows = ((mine != eagers).tolist() for mine, eagers in pairs)
+        differing: list[bool] = next(filter(any, rows), [])
+        names = [tensor for tensor, differs in zip(self.course.names, differing, strict=False) if differs]
+        tensors = [tensor for rank_names in of_all_ranks(names[:1]) for tensor in rank_names]
+        facts = {"tensor": "".join(tensors[:1])}
+        if self.training.apart is not None and self.model.declared[name].parity is None:
+            facts["apart"] = self.training.apart(variant)
+        return facts
 
     def _profile(self, variant, num_steps, ms):
         if self.device.type != "cuda":

@@ -87,6 +87,9 @@ class GraphedModules:
                 graphs.capture_backward(self.pool)
         state.reset()
 
+    # A gradient that is copied into a graph may lie otherwise in memory, for which kernels add in another order.
+    may_round = True
+
     def enter(self) -> None:
         """Replace the modules' forward."""
         for module, graphs in self._graphs:

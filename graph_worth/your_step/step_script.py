@@ -19,6 +19,7 @@ from graph_worth.measuring import flops
 from graph_worth.script.session import session
 from graph_worth.your_step import step_file
 from graph_worth.your_step.state import StepState
+from graph_worth.your_step.trial import Trial
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:
@@ -34,6 +35,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         reset=state.reset,
         batch_class=state.batch_class,
         compared=answering if config.as_captured else contextlib.nullcontext,
+        apart=Trial(state, changes_host=False, as_captured=config.as_captured).apart,
         unit="steps",
         flops=counted,
         flops_convention=flops.CONVENTION,

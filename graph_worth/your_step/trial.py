@@ -71,6 +71,19 @@ def through_copies(state: StepState) -> Callable[[int], None]:
     return step
 
 
+def once_rounded(state: StepState) -> Callable[[int], None]:
+    """Return a step that runs eagerly, from parameters that one rounding has moved."""
+
+    def step(index):
+        if index == 0:
+            with torch.no_grad():
+                for parameter in filter(torch.is_floating_point, state.snapshot.parameters):
+                    parameter.mul_(1 + torch.finfo(parameter.dtype).eps)
+        state.train(index)
+
+    return step
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of one graph.
@@ -103,6 +116,8 @@ class Trial:
     def __init__(self, state: StepState, changes_host: bool, as_captured: bool = True):
         self.state, self._changes_host, self._as_captured = state, changes_host, as_captured
         self._eager: list[Course] = []
+        # Eager steps from parameters that one rounding has moved, for a variant whose kernels may round otherwise.
+        self._rounded: Course | None = None
 
     def of(self, make, obstacles: list[Finding]) -> Outcome:
         """Return how a variant goes that make(state) captures, unless obstacles are known."""
@@ -150,13 +165,17 @@ class Trial:
         text = f"failed: {message if is_full else cause or message}"
         return Outcome(text, finding=finding)
 
-    def _judged(self, variant) -> Outcome:
+    def apart(self, variant) -> str | None:
+        """Return how the training of a variant that was entered leaves eager's: see `graph_worth.contract.Training`."""
+        finding = fault.finding if (fault := self._fault(variant)) else None
+        return "" if finding is None else finding.evidence if finding.kind in ("wrong numbers", "wrong copy") else None
+
+    def _fault(self, variant) -> Outcome | None:
+        """The outcome of a variant that does not train as eager does."""
         if not self._eager:
-            variants.leave(variant)
-            with _noting_other_kernels() as others:
+            with self._left(variant), _noting_other_kernels() as others:
                 self._eager = [self._course(self.state.train) for _ in range(2)]
             self._is_exact = not others
-            variants.enter(variant)
         eager, again = self._eager
         fault = ""
         if not all(map(math.isfinite, eager.losses)):
@@ -173,32 +192,49 @@ class Trial:
         unlike = rank_decisions.first(unlike)
         if unlike:
             return self._wrong("not repeatable", f"two eager trainings from one start differ: {unlike}", "")
-        differs = self._difference(variant.step)
-        if not differs:
-            return self._judged_with_filled_memory(variant)
-        cause = ""
-        if not self._changes_host:
-            copied = self._difference(through_copies(self.state))
-            if copied:
-                return self._wrong("wrong copy", f"the step itself trains otherwise on a copy of its batch: {copied}")
-            cause = "; run eagerly on the same copies of its batches the step is right, so the capture is at fault"
-        return self._wrong("wrong numbers", differs + cause)
+        trained, self._rounded = self._course(variant.step), None
+        differs = self._difference(trained)
+        if not differs or self._changes_host:
+            return self._wrong("wrong numbers", differs) if differs else None
+        with self._left(variant):
+            copied = self._course(through_copies(self.state))
+            rounds_otherwise = self._difference(copied) or getattr(variant, "may_round", False)
+            self._rounded = rounded = self._course(once_rounded(self.state))
+        on_copy = self._difference(copied)
+        if on_copy:
+            return self._wrong("wrong copy", f"the step itself trains otherwise on a copy of its batch: {on_copy}")
+        self._rounded = rounded if rounds_otherwise else None
+        differs = self._difference(trained)
+        cause = "; run eagerly on the same copies of its batches the step is right, so the capture is at fault"
+        return self._wrong("wrong numbers", differs + cause) if differs else None
 
-    def _judged_with_filled_memory(self, variant) -> Outcome:
+    def _judged(self, variant) -> Outcome:
+        fault = self._fault(variant)
+        if fault:
+            return fault
+
         def step(index):
             variant.step(index)
             for pool in variant.capture.pools:
                 pool.fill_free_memory()
 
-        differs = self._difference(step)
+        differs = self._difference(self._course(step))
         if not differs:
             return Outcome(EQUAL, is_equal=True, captured=variant.capture.strategy)
         evidence = "replays read memory of the graph that is free between them, or that they have not written: with it "
         return self._wrong("uninitialised memory", f"{evidence}filled, {differs}; the capture is at fault")
 
-    def _difference(self, step):
+    def _difference(self, trained: Course) -> str:
         eager, again = self._eager
-        return rank_decisions.first(parity.difference(eager, again, self._course(step)))
+        return rank_decisions.first(parity.difference(eager, again, trained, self._rounded))
+
+    @contextlib.contextmanager
+    def _left(self, variant):
+        variants.leave(variant)
+        try:
+            yield
+        finally:
+            variants.enter(variant)
 
     def _course(self, step):
         with answering() if self._as_captured else contextlib.nullcontext():

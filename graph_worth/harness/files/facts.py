@@ -165,11 +165,15 @@ class Course(Struct, kw_only=True):
     Attributes:
         hashes: of the training state, after each step before the blocks, after the last step else.
         losses, grad_norms: of each step.
+        tensor: the first one whose bits are other than eager's, where the process has made eager's course.
+        apart: how the training leaves eager's, "" where by roundings alone, None where nothing looked at the state.
     """
 
     hashes: list[Name]
     losses: list[Finite | None]
     grad_norms: list[Finite | None] = field(default_factory=list)
+    tensor: Text = ""
+    apart: Text | None = None
 
 
 class CaptureFacts(Struct, kw_only=True):

@@ -154,6 +154,29 @@ def test_each_fault_is_found_and_named_and_eager_stays_sound(fault):
     assert judge.judged(run)[""].ratio_of("graph_layer") is None and not judge.is_sound(run)
 
 
+EQUAL_LOSSES = "parity: equal losses, but not all bits of the state, from step 0"
+
+
+@pytest.mark.parametrize(
+    ("promise", "facts_of_course", "reason"),
+    [
+        (None, {}, EQUAL_LOSSES),
+        (None, {"tensor": "ema.shadow"}, f"{EQUAL_LOSSES}: ema.shadow is the first"),
+        (None, {"tensor": "a.bias", "apart": ""}, ""),
+        (None, {"tensor": "a.bias", "apart": "a.bias differs"}, "parity: a.bias differs"),
+        # A model of the suite keeps its promise.
+        ("bitwise", {"tensor": "a.bias", "apart": ""}, f"{EQUAL_LOSSES}: a.bias is the first"),
+    ],
+)
+def test_other_bits_with_equal_losses_are_named_and_roundings_of_a_step_pass(promise, facts_of_course, reason):
+    run = made_run()
+    graph = run.builds[""].variants["graph_layer"]
+    graph.promise, before = promise, graph.parity[0]
+    graph.parity = [Course(hashes=["x"] * len(before.hashes), losses=before.losses, **facts_of_course)]
+    assert (verdict(run).fault, verdict(run).reason) == (Fault.PARITY if reason else None, reason)
+    assert verdict(run).parity == "equal losses"
+
+
 def test_a_block_s_own_two_clocks_agree():
     """The steps' clock is bent, and the process that watches was stopped for as long."""
     assert verdict(change(made_run(), cycles=[5], worker_s=0.3)).fault == Fault.CLOCK

@@ -296,6 +296,32 @@ def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_pa
     assert said in lines[0] and ("SIGKILL" in lines[0]) == (found == -9)
 
 
+NO_CAUSE = " The doctor's graph of the whole step did not show it in eight steps."
+
+
+@pytest.mark.parametrize(
+    ("device", "doctor", "seen", "hashes", "end"),
+    [
+        ("cuda", 5, {"suspects": ["a.py:9: python random"]}, "x", " Probably because of a.py:9: python random."),
+        ("cuda", 0, {"whole_is_right": True}, "x", NO_CAUSE),
+        ("cuda", 0, {"whole_is_right": True}, None, "in these minutes."),
+        ("cuda", 6, {}, None, " The whole step could be captured here, whatever the doctor found above."),
+        ("cpu", 6, {}, None, " A GPU refuses graph_step: see the doctor above."),
+        ("cuda", 5, {}, None, "in these minutes."),
+    ],
+)
+def test_the_last_line_does_not_contradict_the_doctor(device, doctor, seen, hashes, end):
+    where = {"gpus": (), "device": "cpu", "preset": "tiny"} if device == "cpu" else {}
+    run = made_run(ms={"graph_layer": 8.0}, **where)
+    variants = run.builds[""].variants
+    variants["graph_step"] = graph = variants.pop("graph_layer")
+    if hashes:
+        graph.parity[0].hashes, graph.parity[0].losses = [hashes], [2.0]
+    status, sentence = measure._beside_doctor(run, doctor, seen)
+    assert sentence.endswith(end) and sentence.startswith("Wrong numbers") == (doctor == 5 or bool(hashes))
+    assert (status == measure.WRONG) == sentence.startswith("Wrong numbers")
+
+
 def test_a_doctor_that_is_killed_is_told_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_step.py").write_text(STEP)
     monkeypatch.setattr(measure, "doctor", lambda asked: (-9, "", {}))

@@ -12,6 +12,7 @@ from graph_worth.made_variant import Refused, Unsupported
 from graph_worth.measuring import worker as worker_module
 from graph_worth.measuring.worker import Worker
 
+PROMISES = {"eager": "bitwise", "right": None, "frozen": None, "frozen_bitwise": "bitwise"}
 CPU, ONE_RANK = torch.device("cpu"), SimpleNamespace(rank=0, world_size=1)
 
 
@@ -165,6 +166,33 @@ def test_a_course_ends_after_its_seconds_but_not_before_three_steps():
     facts = course_of([1.0] * 9, first=0, count=9, every_step=True, seconds=0.0)
     assert [len(each) for each in facts.values()] == [3, 3, 3]
     assert len(course_of([1.0] * 9, first=0, count=9, every_step=True, seconds=60.0)["hashes"]) == 9
+
+
+def test_parity_names_the_tensor_whose_bits_leave_eagers_first():
+    """The state's hashes say that it differs, and copies by how much: of a step without a promise."""
+    bias, weight = torch.zeros(1), torch.zeros(2)
+    worker = Worker(SimpleNamespace(kinds={}), CPU, None, ONE_RANK)
+    worker.training = Training(
+        state=None,
+        results=lambda count: [1.0] * count,
+        named_state=lambda: [("weight", weight), ("bias", bias)],
+        reset=lambda: (weight.zero_(), bias.zero_()),
+        apart=lambda variant: "bias differs",
+    )
+    worker.model.declared = {name: SimpleNamespace(parity=parity) for name, parity in PROMISES.items()}
+
+    def make(name):
+        return SimpleNamespace(step=lambda index: bias.add_(index == 1 and name.startswith("frozen"))), {}
+
+    worker._make, worker._release = make, lambda variant: None
+    facts = {name: worker.do_parity({"variant": name, "steps": 3}) for name in PROMISES}
+    told = {name: {key: fact[key] for key in ("tensor", "apart") if key in fact} for name, fact in facts.items()}
+    assert told == {
+        "eager": {},
+        "right": {},
+        "frozen": {"tensor": "bias", "apart": "bias differs"},
+        "frozen_bitwise": {"tensor": "bias"},
+    }
 
 
 def test_a_course_whose_loss_is_not_finite_raises():

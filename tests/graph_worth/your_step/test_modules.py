@@ -1,5 +1,7 @@
 """graph_worth/your_step/modules.py: graphs of the modules around a host read train bit for bit as eager does."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from graph_worth.your_step.doctor import MODULES, diagnose, making
 from graph_worth.your_step.graphs import CompiledModules, eager_step
 from graph_worth.your_step.modules import GraphedModules
 from graph_worth.your_step.state import StepState
+from graph_worth.your_step.trial import NUM_STEPS, Trial
 
 STEP = """
 import torch
@@ -136,3 +139,25 @@ def test_what_a_trial_raises_costs_the_trial_and_no_finding(tmp_path, monkeypatc
     found = diagnose(f"{path}:build", torch.device("cpu"))
     assert found.outcomes[MODULES.title] == "failed: of the graph"
     assert [finding.kind for finding in found.findings] == ["host read"]
+
+
+@pytest.mark.parametrize(
+    ("factor", "may_round", "is_apart"), [(4e-7, True, False), (4e-7, False, True), (1e-3, True, True)]
+)
+def test_graphs_of_modules_may_be_as_far_from_eager_as_one_rounding_takes_it(tmp_path, factor, may_round, is_apart):
+    """A detector's gradients lay otherwise in memory, and their sum was 3.0e-07 of the largest value apart."""
+    state, _ = made(tmp_path, "self.layers[2](x)")
+    weight = state.modules[0].layers[0].up.weight
+
+    def step(index):
+        state.train(index)
+        if index == 0:
+            weight.data.mul_(1 + factor)
+
+    places, original = ["entered"], state.step
+    state.step = lambda batch: steps.append(places[-1]) or original(batch)
+    enter_and_leave = {"enter": lambda: places.append("entered"), "leave": lambda: places.append("left")}
+    steps, variant = [], SimpleNamespace(step=step, may_round=may_round, **enter_and_leave)
+    assert GraphedModules.may_round and bool(Trial(state, changes_host=False).apart(variant)) == is_apart
+    # Eager steps run without the variant's graphs.
+    assert steps.count("entered") == NUM_STEPS and steps.count("left") >= 3 * NUM_STEPS
