@@ -89,10 +89,11 @@ class Snapshot:
             for key, value in group.items():
                 if isinstance(value, torch.Tensor):
                     self.tensors.append((f"{name}.{key}", value))
-            self._numbers.append(_numbers_of(group))
+            self._numbers.append(_entries_of(group))
         for index, state in enumerate(optimizer.state.values()):
-            self.tensors += [(f"{name}.{index}.{key}", t) for key, t in state.items() if isinstance(t, torch.Tensor)]
-            self._numbers.append(_numbers_of(state))
+            # LBFGS has lists of tensors, too.
+            self.tensors += _tensors_of(f"{name}.{index}", dict(state))
+            self._numbers.append(_entries_of(state))
 
     def _add_stateful(self, name, item):
         """Any other object: tensors that it hands out itself, the rest through load_state_dict."""
@@ -152,16 +153,15 @@ def storage_id(tensor: torch.Tensor) -> int | None:
     return None if storage is None else storage._cdata
 
 
-def _numbers_of(table):
-    """A function that puts the entries of a dict back that are no tensors and no parameters."""
-    kept = {key: copy.copy(value) for key, value in table.items() if _is_number(value)}
-    return lambda: table.update({key: copy.copy(value) for key, value in kept.items()})
+def _entries_of(table):
+    """A function that puts the entries of a dict back: numbers, and which tensors they are, as LBFGS binds others."""
+    kept = {key: copy.copy(value) if isinstance(value, list) else value for key, value in table.items()}
 
+    def put_back():
+        table.clear()
+        table.update({key: copy.copy(value) if isinstance(value, list) else value for key, value in kept.items()})
 
-def _is_number(value):
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_number, value))
-    return value is None or isinstance(value, (bool, int, float, str))
+    return put_back
 
 
 def _tensors_of(name, tree) -> Named:

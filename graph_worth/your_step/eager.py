@@ -64,6 +64,7 @@ class EagerSteps:
 
     def __init__(self, state: StepState):
         self.state, self.source = state, Source(state.path)
+        self.has_lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in state.optimizers)
         # Batches of one shape, so that operators can be compared; one more for a step that is told of no capture.
         same = (index for index in itertools.count() if state.batch_class(index) == state.batch_class(0))
         self.batches = list(itertools.islice(same, NUM_STEPS + 1))
@@ -170,8 +171,7 @@ class EagerSteps:
             if place.through in STEPPED:
                 evidence = f"{compare.short(refused.name)} in torch's {place.through} reads a number on the host"
                 kind = "learning rate" if place.through == "schedule" else place.through
-                is_lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.state.optimizers)
-                remedy = _OTHER_OPTIMIZER if is_lbfgs and kind == "optimizer" else ""
+                remedy = _OTHER_OPTIMIZER if self.has_lbfgs and kind == "optimizer" else ""
                 yield Finding(kind, STOPS, self._made_at(place), evidence, remedy=remedy)
                 continue
             if refused.reason == BY_TABLE:
@@ -302,6 +302,8 @@ class EagerSteps:
             yield _at(compare.place(*different), "control flow", WRONG, evidence, remedy)
         numbers: set[tuple] = set()
         storages = self.of_batches | later_step.from_host | later_step.exchanged
+        # LBFGS binds its state anew, beside what is found against it anyway.
+        storages |= now.of_optimizers if self.has_lbfgs else set()
         for mine, theirs in zip(self.first.operators, later_step.operators, strict=False):
             if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
                 return

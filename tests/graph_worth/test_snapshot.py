@@ -63,6 +63,27 @@ def test_a_model_and_its_optimizer_go_back_in_place(make):
     assert [tensor.data_ptr() for tensor in tensors_of(model, optimizer)] == places
 
 
+def test_lbfgs_which_binds_its_state_anew_goes_back_whole():
+    model, make_loss = model_and_loss()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = make_loss()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    snapshot = Snapshot([model, optimizer], CPU)
+    courses = []
+    for _ in range(2):
+        courses.append([float(optimizer.step(closure)) for _ in range(4)])
+        snapshot.restore()
+    assert courses[0] == courses[1] and len(set(courses[0])) == 4
+    state = optimizer.state_dict()["state"][0]
+    assert state["func_evals"] < 12 and any(name.endswith("old_dirs.0") for name, _ in snapshot.tensors)
+
+
 def test_schedules_scalers_and_rates_on_the_host_go_back():
     model, make_loss = model_and_loss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

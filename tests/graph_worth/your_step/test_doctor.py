@@ -602,7 +602,7 @@ def test_lbfgs_is_named_as_what_it_is(tmp_path):
 
     found, lines = diagnosed(tmp_path, {"# more": make, "optimizer.step()": f"{step}"})
 
-    finding = found.findings[0]
+    (finding,) = found.findings
     assert finding.kind == "optimizer" and "LBFGS(" in lines[int(finding.where.rpartition(":")[2]) - 1]
     assert "another optimizer" in finding.text() and "AdamW" not in finding.text()
 
