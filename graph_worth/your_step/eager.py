@@ -302,8 +302,8 @@ class EagerSteps:
             yield _at(compare.place(*different), "control flow", WRONG, evidence, remedy)
         numbers: set[tuple] = set()
         storages = self.of_batches | later_step.from_host | later_step.exchanged
-        # LBFGS binds its state anew, beside what is found against it anyway.
-        storages |= now.of_optimizers if self.has_lbfgs else set()
+        # Of another parameter than in the first step; and LBFGS, against which enough is found, binds its state anew.
+        storages |= now.of_optimizers if self.has_lbfgs else now.of_optimizers & start.of_optimizers
         for mine, theirs in zip(self.first.operators, later_step.operators, strict=False):
             if (mine.name, mine.shapes) != (theirs.name, theirs.shapes):
                 return
@@ -343,7 +343,9 @@ class EagerSteps:
             return Finding("control flow", WRONG, operator.place.own, evidence + self.changing(), place.module)
         if storage in look.homes:
             evidence = f"a parameter that {compare.short(operator.name)} reads lies elsewhere after each step"
-            return _at(place, "moved memory", WRONG, evidence)
+            line = self.source.changed("data")
+            finding = _at(place, "moved memory", WRONG, evidence, _COPY)
+            return replace(finding, where=self.source.at(line)) if line else finding
         if storage in look.gradients.values():
             evidence = "gradients are bound anew: a replay goes on with those of the capture"
             return _at(place, "gradient", WRONG, evidence)

@@ -139,13 +139,15 @@ class _Noted(TorchDispatchMode):
         self.calls: list = []
         self.uses = ""
         self._addresses = {storage_id(parameter) for parameter in parameters} - {None}
-        # Optimizers, schedules and loss scalers.
-        self._stepped = [item for item in owned if hasattr(item, "step") and not isinstance(item, torch.nn.Module)]
+        names = ("step", "update", "zero_grad", "unscale_")
+        # Optimizers, schedules and loss scalers; and modules, for their gradients alone.
+        holders = [(item, names[2:3] if isinstance(item, torch.nn.Module) else names) for item in owned]
+        self._stepped = [(item, names) for item, names in holders if len(names) == 1 or hasattr(item, "step")]
         self._patches = contextlib.ExitStack()
 
     def __enter__(self):
-        for holder in self._stepped:
-            for name in ("step", "update", "zero_grad", "unscale_"):
+        for holder, names in self._stepped:
+            for name in names:
                 if hasattr(holder, name):
                     noting = self._noting(name, getattr(holder, name))
                     self._patches.enter_context(mock.patch.object(holder, name, noting))

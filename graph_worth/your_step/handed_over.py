@@ -35,10 +35,12 @@ def _optimizers(eager):
         kinds = {type(getattr(schedule, "scheduler", schedule)).__name__ for schedule in scheduled}
         made_at = eager.source.made(*eager.state.optimizer_names()) or eager.source.made(*kinds)
         what = type(scheduled[0]).__name__ if scheduled else "the step"
-        evidence = f"{what} changes lr, a number on the host: a graph of the whole step keeps that of the capture"
+        stepped = eager.source.schedules() if scheduled else None
+        at = f", stepped at {eager.source.at(stepped)}," if stepped else ""
+        evidence = f"{what}{at} changes lr, a number on the host: a graph of the whole step keeps that of the capture"
         line = None if scheduled else eager.source.sets_item("lr")
         kind = "rate by hand" if line else "learning rate"
-        yield Finding(kind, WRONG, eager.source.at(line or made_at), evidence + eager.changing())
+        yield Finding(kind, WRONG, eager.source.at(line or made_at or stepped), evidence + eager.changing())
 
 
 def _batches(eager):

@@ -79,6 +79,14 @@ class Source:
         """Return the last line that calls one of these names, such as a class."""
         return self._called(lambda function: _word(function) in names)
 
+    def schedules(self) -> int | None:
+        """Return the last line that calls step() of an object whose name is a schedule's, such as `lr_scheduler`."""
+
+        def is_it(function):
+            return _word(function) == "step" and "sched" in (_word(getattr(function, "value", None)) or "")
+
+        return self._called(is_it)
+
     def draws(self, module: str) -> int | None:
         """Return the last line that calls a function of a module such as `random` or `numpy.random`."""
         imports = [node for node in self._nodes if isinstance(node, ast.ImportFrom) and node.module == module]

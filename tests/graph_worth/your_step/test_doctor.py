@@ -180,6 +180,17 @@ FOUND = {
         "total +=",
         {"# more": "total = torch.zeros(())", "return loss": "nonlocal total; total += loss.detach(); return loss"},
     ),
+    "weights that are bound back, as SAM does": (
+        "moved memory",
+        WRONG,
+        "p.data = kept[p]",
+        {
+            "# more": "kept = {}",
+            LOSS: "for p in model.parameters():\n            kept[p] = p.data.clone()\n            p.data.mul_(0.9)\n"
+            f"        {LOSS}",
+            "optimizer.step()": "for p in model.parameters():\n            p.data = kept[p]\n        optimizer.step()",
+        },
+    ),
     "a branch that is rarely taken": (
         "control flow",
         NOTE,
@@ -192,6 +203,8 @@ FOUND = {
     ),
 }
 SOUND = {
+    "a model's zero_grad at the end": {
+        "optimizer.zero_grad()\n": "pass\n", "optimizer.step()": "optimizer.step(); model.zero_grad()"},
     "a number stored": {LOSS: f"x = x.clone(); x[:, 0] = 1.0; {LOSS}"},
     "one_hot": {LOSS: "loss = (model(x) - nn.functional.one_hot(y, 4)).square().mean()"},
     "empty, then written": {LOSS: f"z = torch.empty_like(x); z[:4] = x[:4]; z[4:] = x[4:]; x = z; {LOSS}"},
@@ -252,7 +265,7 @@ def test_a_sound_step_is_not(tmp_path, name):
     found, _ = diagnosed(tmp_path, SOUND[name])
 
     assert not [finding for finding in found.findings if finding.level != NOTE], found.text()
-    assert found.outcomes[WHOLE.title] == EQUAL
+    assert found.outcomes[WHOLE.title] == found.outcomes[UP_TO_OPTIMIZER.title] == EQUAL
 
 
 @pytest.mark.parametrize("fewer_are_faster", [True, False])
@@ -594,6 +607,35 @@ def test_names_in_a_batch_that_a_step_never_reads_make_no_shapes(tmp_path, read,
     assert len(set(state.classes)) == number
     assert ("shapes of batches" in {finding.kind for finding in found.findings}) == (number > 1)
     assert found.outcomes[WHOLE.title] == EQUAL
+
+
+def test_heads_in_turn_are_named_where_they_are_read_and_there_alone(tmp_path):
+    heads = "model = nn.ModuleList([nn.Linear(16, 4), nn.Linear(16, 4)])\n    count = [0]\n"
+    heads += "    optimizer = torch.optim.AdamW(model.parameters(), fused=True)"
+    in_turn = f"count[0] += 1\n        {LOSS.replace('model(x)', 'model[count[0] % 2](x)')}"
+
+    found, lines = diagnosed(tmp_path, {"# more": heads, LOSS: in_turn})
+
+    (finding,) = found.findings
+    assert (finding.kind, finding.level) == ("control flow", WRONG), found.text()
+    assert "model[count" in lines[int(finding.where.rpartition(":")[2]) - 1]
+
+
+@pytest.mark.parametrize("is_in_library", [False, True])
+def test_a_schedule_is_named_where_it_steps(tmp_path, is_in_library):
+    """Transformers' Trainer makes both itself, so that no line of the user's makes them."""
+    changes = {
+        "# more": "schedule = getattr(torch.optim.lr_scheduler, 'StepLR')(optimizer, 1, 0.5)",
+        "optimizer.step()": "optimizer.step()\n        schedule.step()",
+        "r]": "r, schedule]",
+    }
+    changes |= {"torch.optim.SGD(": "getattr(torch.optim, 'SGD')("} if is_in_library else {}
+
+    found, lines = diagnosed(tmp_path, changes)
+
+    (finding,) = [finding for finding in found.findings if finding.kind == "learning rate"]
+    line = f"my_step.py:{1 + lines.index('        schedule.step()')}"
+    assert line in (finding.where if is_in_library else finding.evidence), found.text()
 
 
 def test_lbfgs_is_named_as_what_it_is(tmp_path):
