@@ -18,11 +18,11 @@ _OPTIM = os.path.join(os.path.dirname(torch.__file__), "optim") + os.sep
 
 
 @contextlib.contextmanager
-def answering(answer: bool = True, note: Callable[[], object] = lambda: None) -> Iterator[None]:
+def answering(answer: bool | None = True, note: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Within it code that asks whether a stream captures gets this answer, whatever name it knows the question by.
 
     Args:
-        answer: True within steps that do what a capture would do.
+        answer: True within steps that do what a capture would do; None for the true one.
         note: called at each question.
     """
     original, stream_class, is_on = torch.cuda.is_current_stream_capturing, torch.cuda.Stream, True
@@ -33,7 +33,7 @@ def answering(answer: bool = True, note: Callable[[], object] = lambda: None) ->
         if not is_on or sys._getframe(2).f_code.co_filename.startswith(_OPTIM):
             return truly()
         note()
-        return answer
+        return truly() if answer is None else answer
 
     def is_current_stream_capturing():
         return asked(original)

@@ -4,9 +4,9 @@
     python -m benchmarks.watch -- torchrun --nproc-per-node 2 train.py
     python -m benchmarks.watch --json -- python train.py          what was seen as JSON; all else on stderr
 
-Steps are the calls of a torch.optim optimizer's step(); after ten, twenty are looked at. What was seen follows the
-script's own output, on stderr. Exit status: the script's, 128 + n where signal n ended it; 2 for a mistake on the
-command line.
+Steps are the calls of a torch.optim optimizer's step(); after ten, ten are timed, and the next ten have their reads on
+the host noted. What was seen follows the script's own output, on stderr. Exit status: the script's, 128 + n where
+signal n ended it; 2 for a mistake on the command line.
 """
 
 import json
@@ -29,6 +29,14 @@ NEEDED = 30
 # Of what a process has told, see ScriptWatch of graph_worth/your_step/script_watch.py.
 KEPT = ("steps", "optimizer", "num_calls", "step_ms", "busy_ms", "graph_share", "second_streams", "shapes", "error")
 SECOND_STREAM = "second stream: {}; a graph of kernels this short replays up to 10 % faster where all are on one"
+WHY_NOT = ("in a capture", "in the loader")
+# Over the reads of each kind.
+TITLES = {
+    "reads on the host, which no graph can hold:": lambda note: note not in WHY_NOT,
+    "reads that a capture may skip, for which their code asks:": lambda note: note == WHY_NOT[0],
+    "reads of the data loader, outside of the step:": lambda note: note == WHY_NOT[1],
+}
+RARE = "the ten steps differ in their reads: such as come every 10 or 100 steps may be missing"
 NOT_SEEN = {
     "": "no Python process has loaded the watch, which -I, -E and -S of Python pass over, and Python before 3.11",
     "python": "the script has imported no torch",
@@ -109,8 +117,14 @@ def _reads(report):
         return [] if "error" in report else [f"reads on the host were not looked at in fewer than {NEEDED} steps"]
     if not report["reads"]:
         return ["reads on the host: none"]
-    lines = [f"  {line}: {name}, {number:g} in a step" for line, name, number in report["reads"]]
-    return ["reads on the host, which no graph can hold:", *lines]
+    lines = []
+    for words, is_of in TITLES.items():
+        reads = [read for read in report["reads"] if is_of(read[3])]
+        lines += [words] if reads else []
+        for line, name, number, note in reads:
+            remedy = f"\n    {note}" if note and note not in WHY_NOT else ""
+            lines.append(f"  {line}: {name}, {number:g} in a step{remedy}")
+    return lines + [RARE] * report.get("differ", False)
 
 
 def as_json(folder: Path, status: int, text: str) -> dict:
@@ -120,7 +134,7 @@ def as_json(folder: Path, status: int, text: str) -> dict:
     answer |= {name: report[name] for name in KEPT if name in report}
     if report.get("busy_ms"):
         answer["at_most"] = report["step_ms"] / report["busy_ms"]
-    names = ("line", "call", "in_a_step")
+    names = ("line", "call", "in_a_step", "note")
     return answer | {"reads": [dict(zip(names, read, strict=True)) for read in report.get("reads", [])]}
 
 

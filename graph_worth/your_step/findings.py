@@ -25,7 +25,8 @@ REMEDIES = {
     "eager",
     "loss scaler": "use bfloat16, which needs no scaler, or a fused optimizer, which takes found_inf on the GPU",
     "control flow": "compute both branches and choose with torch.where, or capture a graph for each branch",
-    "shapes of batches": "pad to a few lengths; each shape needs a graph and its memory",
+    "shapes of batches": "pad to a few lengths, as pad_to_multiple_of=64 of Transformers' collators does; each shape "
+    "needs a graph and its memory",
     "host value": "keep it in a tensor on the GPU and change it there, or change it outside of the step",
     "python random": "draw it on the GPU with torch, or before the step into a tensor of the batch",
     "unseeded data": "seed it: random.seed(0), numpy.random.seed(0) or default_rng(0) in build",

@@ -12,6 +12,7 @@ _CHECKPOINT = (
 _SELF_LOOPS = "GCNConv(..., add_self_loops=False), GATConv alike; add the loops to the data before training"
 _POOLING = "global_mean_pool(x, batch, size=4) with the number of graphs of a batch; other layers take dim_size"
 _EMA = "call the average's step() after the step, outside of it: it counts on the host"
+_NAN_FILTER = "TrainingArguments(logging_nan_inf_filter=False)"
 ARGUMENTS = {
     ("transformers", "modeling_layers.py", "__call__"): _CHECKPOINT,
     ("transformers", "modeling_layers.py", "forward_with_checkpointing"): _CHECKPOINT,
@@ -21,7 +22,10 @@ ARGUMENTS = {
     ("diffusers", "training_utils.py", "step"): _EMA,
     ("diffusers", "training_utils.py", "get_decay"): _EMA,
     ("torchmetrics", "stat_scores.py", "_update_state"): "metric.update() outside of training_step, on what it returns",
-    ("transformers", "trainer.py", "_inner_training_loop"): "TrainingArguments(logging_nan_inf_filter=False)",
+    ("transformers", "trainer.py", "_inner_training_loop"): _NAN_FILTER,
+    ("transformers", "trainer.py", "_run_epoch"): _NAN_FILTER,
+    ("lightning", "apply_func.py", "to_item"): "self.log(..., prog_bar=False); a logger reads every log_every_n_steps",
+    ("torchrl", "continuous.py", "__init__"): "distribution_kwargs={'low': low, 'high': high}, tensors made in build",
 }
 _PACKAGES = ("site-packages/", "dist-packages/")
 

@@ -33,12 +33,14 @@ class RefusedCall:
     """A call that no graph can hold: its name, the reason, which is a key of KINDS, and its place.
 
     is_hidden: inside of torch's C++, where a host graph does not see it.
+    why_not: "in a capture" or "in the loader" of a read that no step in a graph makes, else "".
     """
 
     name: str
     reason: str
     place: Place
     is_hidden: bool = False
+    why_not: str = ""
 
 
 @dataclass(frozen=True)

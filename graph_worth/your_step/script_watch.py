@@ -2,7 +2,7 @@
 
 A step goes from one call of an optimizer's step() to the next. Of several optimizers the one that is called least often
 counts, so the critic of a GAN may take several steps in one. Microbatches whose gradients add up are one step. After
-AFTER steps ten are timed, five run under the profiler on a GPU, and five have their reads on the host noted.
+AFTER steps ten are timed, and the reads on the host of the next ten are noted, five of them under a GPU's profiler.
 """
 
 import atexit
@@ -37,7 +37,7 @@ class ScriptWatch:
     Args:
         folder: gets a JSON file of what is known so far: "steps" that have ended, "num_calls" of other optimizers in a
             step, "step_ms", "busy_ms", "graph_share" and "second_streams" (lines) on a GPU, "reads" (line, call, number
-            in a step), "shapes".
+            in a step, what removes it or why no graph makes it), "differ": steps differ in their reads, "shapes".
     """
 
     def __init__(self, folder: str):
@@ -109,8 +109,7 @@ class ScriptWatch:
 
     def _steps(self):
         """Advances at the end of each step."""
-        from graph_worth.measuring import kernel_trace
-        from graph_worth.your_step.libraries import with_library
+        from graph_worth.your_step.libraries import argument_for, with_library
         from graph_worth.your_step.step_watch import reads_noted
 
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -130,24 +129,32 @@ class ScriptWatch:
         self._told["on_gpu"] = on_gpu
         self._write()
         with _shapes() as shapes:
-            if on_gpu:
-                profile = kernel_trace.Profile()
-                with _streams_set() as lines:
-                    yield from kernel_trace.profiled(profile, PROFILED, HEAT)
-                self._told["second_streams"] = second_streams(kernel_trace.gpu_work(profile.events), lines)
-                facts = kernel_trace.facts(profile.events, PROFILED)
-                self._told |= {name: facts[name] for name in ("busy_ms", "graph_share")}
-                self._write()
-            else:
-                yield from itertools.repeat(None, HEAT + PROFILED)
-            reads: Counter[tuple[str, str]] = Counter()
-            for _ in range(READ):
+            # Other optimizers' steps read numbers of the host alone.
+            known = {"loss scaler"} | ({"optimizer"} if any(map(_is_lbfgs, self._calls)) else set())
+            steps: list[Counter[tuple[str, str, str]]] = []
+            for _ in itertools.chain(self._profiled() if on_gpu else range(HEAT + PROFILED), range(READ)):
                 # A line that waits for the GPU is in the record of a step once.
                 with reads_noted() as record:
                     yield
-                reads.update((with_library(call.place), call.name) for call in record.refused if not call.place.through)
-        self._told["reads"] = [[line, name, number / READ] for (line, name), number in reads.items()]
+                calls = [call for call in record.refused if not call.place.through or call.place.through in known]
+                notes = [call.why_not or argument_for(call.place) for call in calls]
+                rows = [(with_library(call.place), call.name) for call in calls]
+                steps.append(Counter((*row, note) for row, note in zip(rows, notes, strict=True)))
+        reads = sum(steps, Counter())
+        self._told["reads"] = [[line, name, number / len(steps), note] for (line, name, note), number in reads.items()]
+        self._told["differ"] = any(step != steps[0] for step in steps)
         self._told["shapes"] = {name: sorted(class_shapes)[:MOST_SHAPES] for name, class_shapes in shapes.items()}
+
+    def _profiled(self):
+        from graph_worth.measuring import kernel_trace
+
+        profile = kernel_trace.Profile()
+        with _streams_set() as lines:
+            yield from kernel_trace.profiled(profile, PROFILED, HEAT)
+        self._told["second_streams"] = second_streams(kernel_trace.gpu_work(profile.events), lines)
+        facts = kernel_trace.facts(profile.events, PROFILED)
+        self._told |= {name: facts[name] for name in ("busy_ms", "graph_share")}
+        self._write()
 
 
 def second_streams(work: list[dict], lines) -> list[str]:
@@ -176,6 +183,10 @@ def _streams_set():
 
     with mock.patch.object(torch.cuda, "set_stream", set_stream):
         yield lines
+
+
+def _is_lbfgs(optimizer) -> bool:
+    return isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.LBFGS)
 
 
 @contextlib.contextmanager

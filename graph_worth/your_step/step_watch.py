@@ -7,7 +7,10 @@ refuses; here every one is noted and the step goes on.
 import concurrent.futures
 import contextlib
 import ctypes
+import re
+import sys
 import threading
+import traceback
 import warnings
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -19,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graph_worth.capture import asking
 from graph_worth.capture import host_graph_rules as rules
 from graph_worth.capture.asking import answering
 from graph_worth.capture.host_tensors import HostTensors, one_hot_as_on_gpu
@@ -44,6 +48,9 @@ _MOST_HASHED = 1 << 24
 # They write all of their first argument and read none of it.
 _FILLS = {f"aten::{name}_" for name in ("copy", "zero", "fill", "normal", "uniform", "random", "bernoulli")}
 _FILLS |= {"aten::exponential_", "aten::_foreach_copy_", "aten::_foreach_zero_"}
+# Their shapes depend on values; an index does where it is a mask.
+_OF_VALUES = ("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "__getitem__", "__setitem__")
+_LOADER, _OURS = torch.utils.data.__path__[0], (asking.__file__, __file__)
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
@@ -132,7 +139,10 @@ def reads_noted():
     watcher = _Watcher(Beside())
     patched = rules.PATCHED + _calls_of_gpu() + [(torch.Tensor, name, rules.READS) for name in rules.CONVERSIONS]
     patched += [(torch, name, rules.READS) for name in ("equal", "allclose")]
-    with _noting_calls(watcher, [call for call in patched if call[2] in (rules.READS, WAITS)]):
+    owners = (torch, torch.Tensor)
+    patched += [(owner, name, rules.SHAPE) for owner in owners for name in _OF_VALUES if hasattr(owner, name)]
+    patched = [call for call in patched if call[2] in (rules.READS, rules.SHAPE, WAITS)]
+    with _noting_calls(watcher, patched), answering(None, watcher.asks):
         yield watcher.found
 
 
@@ -143,6 +153,8 @@ class _Watcher:
         self.states = self.random_states()
         # Inside of a call that was noted.
         self.is_inside = self.stores_number = False
+        # Code that asks whether a stream captures, and may skip reads then.
+        self.asking: set = set()
         refused = self.found.refused
         self.host = HostTensors(lambda *call: refused.append(RefusedCall(*call)))
         self.streams = StreamWatch() if torch.cuda.is_available() else StreamWatch(None)
@@ -155,7 +167,16 @@ class _Watcher:
         return place_of_call(".".join(self.stack[-1:]), has_callers)
 
     def refuse(self, name, reason):
-        self.found.refused.append(RefusedCall(str(name), reason, self.place(has_callers=True)))
+        codes = {frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))}
+        is_in_loader = any(code.co_filename.startswith(_LOADER) for code in codes)
+        why_not = "in the loader" if is_in_loader else "in a capture" if codes & self.asking else ""
+        self.found.refused.append(RefusedCall(str(name), reason, self.place(has_callers=True), why_not=why_not))
+
+    def asks(self):
+        """Note the function that asks whether a stream captures, not such as `is_tracing`, which ask for others."""
+        codes = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1))]
+        outside = (code for code in codes if not code.co_filename.startswith(_OURS))
+        self.asking.add(next((code for code in outside if not re.search("captur|trac", code.co_name)), None))
 
     def look_up(self, name, count):
         """Refuse a function by the table of operators, unless more than reads was refused after the first `count`."""
@@ -194,7 +215,8 @@ class _Watcher:
 
     def noting(self, original, name, reason):
         def note(*args, **kwargs):
-            if self.is_inside or self.is_for_host(reason, args):
+            is_plain_index = name.endswith("item__") and not _has_mask(args)
+            if self.is_inside or is_plain_index or self.is_for_host(reason, args):
                 return original(*args, **kwargs)
             if threading.get_ident() in {thread.ident for thread in self.threads}:
                 self.found.threads.append(self.place())
@@ -332,6 +354,13 @@ class _Operators(TorchDispatchMode):
 def is_collective(name: str) -> bool:
     """Return whether an operator, such as c10d.allreduce_.default, is a collective."""
     return name.partition(".")[0] in _COLLECTIVES
+
+
+def _has_mask(args) -> bool:
+    """Say whether the index of Tensor.__getitem__, or of __setitem__ of more than a number, is or has a mask."""
+    parts = args[1] if isinstance(args[1], tuple) else args[1:2]
+    is_fill = len(args) > 2 and not isinstance(args[2], torch.Tensor)
+    return not is_fill and any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
 
 
 def _is_cuda(leaf):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -47,11 +48,11 @@ def test_a_script_as_it_is_shows_its_reads_and_shapes_and_keeps_its_status_outpu
     code += "\nprint(sys.own, common.WIDTH, dict(hooks), torch.Tensor.item.__qualname__)"
     status, out, lines = watched(tmp_path, f"{code}\nsys.exit(7)")
     assert (status, out) == (7, "its own sitecustomize 4 {} TensorBase.item\n")
-    step, ms, reads, read, shapes = lines
+    step, ms, reads, read, rare, shapes = lines
     assert step == f"a step is a call of step() of AdamW at {tmp_path}/train.py:12"
     assert 0 < float(ms.split()[1]) < 1000 and "needs a GPU" in ms and reads.startswith("reads on the host, which")
     line = (tmp_path / "train.py").read_text().splitlines().index(end.splitlines()[2]) + 1
-    assert read == f"  {tmp_path}/train.py:{line}: Tensor.item, 0.2 in a step"
+    assert read == f"  {tmp_path}/train.py:{line}: Tensor.item, 0.2 in a step" and rare == watch.RARE
     assert shapes.startswith("the inputs of Linear change their shapes") and shapes.endswith("[8, 4]; [9, 4]")
 
 
@@ -100,10 +101,55 @@ def test_json_is_all_that_stdout_has(tmp_path):
 
 def test_json_has_the_most_that_a_graph_can_gain_and_the_lines_that_read(tmp_path):
     assert watch.as_json(tmp_path, 0, "nothing") == {"status": 0, "text": "nothing", "processes": 0, "reads": []}
-    told = TOLD | {"reads": [["a.py:3", "Tensor.item", 0.2]]}
+    told = TOLD | {"reads": [["a.py:3", "Tensor.item", 0.2, ""]]}
     (tmp_path / "steps-1.json").write_text(json.dumps(told))
     found = watch.as_json(tmp_path, 0, "")
-    assert found["at_most"] == 1.5 and found["reads"] == [{"line": "a.py:3", "call": "Tensor.item", "in_a_step": 0.2}]
+    read = {"line": "a.py:3", "call": "Tensor.item", "in_a_step": 0.2, "note": ""}
+    assert found["at_most"] == 1.5 and found["reads"] == [read]
+
+
+SEEN = """
+mask = torch.tensor([True, False, True, False])
+kind = torch.optim.LBFGS(model.parameters(), max_iter=2)
+def is_tracing():
+    return torch.cuda.is_current_stream_capturing()
+def look(rows):
+    if not is_tracing():
+        rows.isnan().any().item()
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        return torch.full((4,), float(torch.tensor(index).item()))
+for index, rows in enumerate(torch.utils.data.DataLoader(Rows(), batch_size=8)):
+    look(rows)
+    rows[:, mask]
+    rows.nonzero()
+    rows.unique()
+    rows[0]
+    index % 7 or rows.sum().item()
+    kind.step(lambda: (kind.zero_grad(), loss := model(rows).square().mean(), loss.backward())[1])
+    if index == 32:
+        break
+"""
+
+
+def test_reads_of_loaders_masks_and_lbfgs_are_seen_and_those_that_a_capture_skips_stand_apart(tmp_path):
+    asked = "import torch\ntorch.cuda.is_current_stream_capturing = lambda: False\n"
+    _, _, lines = watched(tmp_path, asked + SEEN)
+    code = (tmp_path / "train.py").read_text().splitlines()
+    titles, found = list(watch.TITLES), {}
+    for line in lines[2:]:
+        if line in titles:
+            title = line
+        elif read := re.match(r"  /[^ ]*train.py:(\d+): ([^,]*), ", line):
+            found.setdefault(titles.index(title), []).append((code[int(read[1]) - 1].strip(), read[2]))
+    assert {line for line, _ in found[2]} == {"return torch.full((4,), float(torch.tensor(index).item()))"}, lines
+    assert found[1] == [("rows.isnan().any().item()", "Tensor.item")], lines
+    seen = {line for line, _ in found[0]}
+    assert {"rows[:, mask]", "rows.nonzero()", "rows.unique()", "index % 7 or rows.sum().item()"} < seen, lines
+    assert any("kind.step" in line for line in seen) and not any("rows[0]" in line for line in seen)
+    assert lines[-1] == watch.RARE, lines
 
 
 def test_a_signal_is_handed_on_to_the_script(tmp_path):
