@@ -12,6 +12,7 @@ Exit status: 0 where nothing stands against a graph, 5 where it would train wron
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -214,14 +215,16 @@ def _without_mine(state) -> Diagnosis:
         diagnosis.findings += rank_decisions.merged(eager.host_values()) if failed[0].level == WRONG else []
     diagnosis.findings = ordered(diagnosis.findings)
     if not diagnosis.whole_is_right and outcomes[1].is_equal:
-        eager_optimizer = "leave it eager: graph_fwd_bwd, which trains as eager does here; or "
         diagnosis.findings = [
-            replace(finding, remedy=eager_optimizer + (finding.remedy or REMEDIES[finding.kind]))
-            if finding.kind in _OF_OPTIMIZER
-            else finding
+            _with_eager_optimizer(finding) if finding.kind in _OF_OPTIMIZER else finding
             for finding in diagnosis.findings
         ]
     return diagnosis
+
+
+def _with_eager_optimizer(finding: Finding) -> Finding:
+    rest = re.split("[,;] or leave ", finding.remedy or REMEDIES[finding.kind])[0]
+    return replace(finding, remedy=f"leave it eager: graph_fwd_bwd, which trains as eager does here; or {rest}")
 
 
 def _tried(trial: Trial, findings, *graphs: Graph) -> list[Outcome]:

@@ -19,8 +19,8 @@ REMEDIES = {
     "collective": "call torch.distributed on NCCL and warm it up before the capture",
     "unknown generator": "hand the generator over with what training changes: return step, batches, [model, generator]",
     "optimizer": "AdamW(..., fused=True, capturable=True), or leave the optimizer eager: graph_fwd_bwd",
-    "learning rate": "leave optimizer and schedule eager, graph_fwd_bwd; or make lr a tensor, "
-    "lr=torch.tensor(1e-3, device=device), and call schedule.step() outside of the step: it fills the tensor",
+    "learning rate": "make lr a tensor, lr=torch.tensor(1e-3, device=device), and call schedule.step() outside of the "
+    "step: it fills the tensor; or leave optimizer and schedule eager: graph_fwd_bwd",
     "rate by hand": "hand over a schedule of torch.optim.lr_scheduler in its place, whose step() graph_fwd_bwd leaves "
     "eager",
     "loss scaler": "use bfloat16, which needs no scaler, or a fused optimizer, which takes found_inf on the GPU",

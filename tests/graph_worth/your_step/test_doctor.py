@@ -677,4 +677,5 @@ def test_an_optimizer_finding_says_that_leaving_it_eager_was_just_seen_to_train_
     (finding,) = [finding for finding in found.findings if finding.kind in ("learning rate", "rate by hand")]
     assert found.outcomes[UP_TO_OPTIMIZER.title] == EQUAL, found.text()
     assert "graph_fwd_bwd, which trains as eager does here" in finding.text()
+    assert finding.text().count("graph_fwd_bwd") == 1 and "lr=torch.tensor" in finding.text()
     assert "SGD(" in lines[int(finding.where.rpartition(":")[2]) - 1]
