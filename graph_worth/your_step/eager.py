@@ -18,7 +18,7 @@ from graph_worth.measuring import course, operator_table, parity, torch_settings
 from graph_worth.snapshot import storage_id
 from graph_worth.your_step import compare, handed_over, host_values, rank_decisions
 from graph_worth.your_step.findings import NOTE, SLOW, STOPS, WRONG, Finding
-from graph_worth.your_step.libraries import argument_for, library_of
+from graph_worth.your_step.libraries import NOTES, argument_for, library_of
 from graph_worth.your_step.parts import tensors_in
 from graph_worth.your_step.place import STEPPED, Place
 from graph_worth.your_step.reads import hidden_reads
@@ -280,7 +280,8 @@ class EagerSteps:
         if writes[0] != writes[1]:
             return _at(place, AWARE, WRONG, f"{evidence}: other tensors of the state are written")
         price = f"differ by {deviation:.1e}" if deviation else "are equal"
-        return _at(place, AWARE, NOTE, f"{evidence}: the losses of {NUM_LOSSES} steps {price}", _AS_CAPTURED)
+        evidence += f": the losses of {NUM_LOSSES} steps {price}"
+        return _at(place, AWARE, NOTE, evidence, argument_for(place, NOTES) or _AS_CAPTURED)
 
     def _compared(self, index, later_step):
         """Compare the first step and a later one."""

@@ -29,6 +29,12 @@ ARGUMENTS = {
 }
 _PACKAGES = ("site-packages/", "dist-packages/")
 
+# Of code that does otherwise while a stream captures, against which nothing stands.
+NOTES = {
+    ("transformers", "masking_utils.py", "fast_all"): "no attention_mask where nothing is padded: eager steps and a "
+    "capture then take the same attention; else nothing to do",
+}
+
 
 def library_of(line: str) -> str:
     """Return the name of the installed package that FILE:LINE lies in, or ""."""
@@ -42,7 +48,7 @@ def with_library(place: Place) -> str:
     return f"{place.own} (in {library}, at {place.line})" if library and place.line != place.own else place.own
 
 
-def argument_for(place: Place) -> str:
+def argument_for(place: Place, table=ARGUMENTS) -> str:
     """Return the argument of a library that removes a finding at this place, in words, or ""."""
     path = place.line.rpartition(":")[0]
-    return ARGUMENTS.get((library_of(place.line), path.rpartition("/")[2], place.function), "")
+    return table.get((library_of(place.line), path.rpartition("/")[2], place.function), "")

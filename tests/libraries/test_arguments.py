@@ -231,6 +231,16 @@ def test_a_read_that_watch_sees_in_a_trainer_goes_with_the_argument_that_it_name
     assert told[0] and not told[1]
 
 
+def test_a_mask_that_masks_nothing_has_its_note_and_no_mask_has_none(tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "my_step.py"
+    mask, texts = '"attention_mask": torch.ones_like(rows), ', []
+    for removed in ("", mask):
+        path.write_text(GPT2.replace(removed, ""))
+        texts.append(diagnose(f"{path}:build", torch.device("cpu")).text())
+    assert ["no attention_mask where nothing is padded" in text for text in texts] == [True, False], texts
+
+
 GPT2 = """
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, get_linear_schedule_with_warmup
