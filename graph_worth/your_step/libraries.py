@@ -3,7 +3,7 @@
 The keys are library, file and function. A version whose file or function has another name is passed over.
 """
 
-from graph_worth.your_step.place import Place
+from graph_worth.your_step.place import PACKAGES, Place
 
 _CHECKPOINT = (
     "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False, 'preserve_rng_state': False})"
@@ -27,7 +27,6 @@ ARGUMENTS = {
     ("lightning", "apply_func.py", "to_item"): "self.log(..., prog_bar=False); a logger reads every log_every_n_steps",
     ("torchrl", "continuous.py", "__init__"): "distribution_kwargs={'low': low, 'high': high}, tensors made in build",
 }
-_PACKAGES = ("site-packages/", "dist-packages/")
 
 # Of code that does otherwise while a stream captures, against which nothing stands.
 NOTES = {
@@ -38,7 +37,7 @@ NOTES = {
 
 def library_of(line: str) -> str:
     """Return the name of the installed package that FILE:LINE lies in, or ""."""
-    parts = next((line.rpartition(folder)[2] for folder in _PACKAGES if folder in line), "")
+    parts = next((line.rpartition(folder)[2] for folder in PACKAGES if folder in line), "")
     return parts.partition("/")[0].partition(":")[0].removesuffix(".py")
 
 

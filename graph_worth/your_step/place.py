@@ -24,7 +24,7 @@ _NAMED = {
 _HERE = os.path.dirname(__file__) + os.sep
 _COMMON = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-_PACKAGES = ("site-packages", "dist-packages")
+PACKAGES = ("site-packages/", "dist-packages/")
 
 UNKNOWN = "unknown line"
 # Values of `Place.through` that change with each step.
@@ -79,7 +79,7 @@ def place_of(frames: Iterable[tuple[str, int, str]], module: str = "", has_calle
     for path, here, name in frames:
         if user_line and not has_callers:
             break
-        is_installed = path.startswith(_COMMON) or any(part in path for part in _PACKAGES)
+        is_installed = path.startswith(_COMMON) or any(part in path for part in PACKAGES)
         if user_line:
             if _is_outside(path) and not is_installed and not path.startswith(_STANDARD_LIBRARY):
                 callers.append(f"{path}:{here}")
