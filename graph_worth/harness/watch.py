@@ -27,7 +27,8 @@ HOOK = PACKAGE / "your_step" / "hook"
 FOLDER = "GRAPH_WORTH_WATCH"
 NEEDED = 30
 # Of what a process has told, see ScriptWatch of graph_worth/your_step/script_watch.py.
-KEPT = ("error", "steps", "optimizer", "num_calls", "step_ms", "busy_ms", "graph_share", "second_streams", "differ", "shapes")
+_OF_STEPS = ("steps", "optimizer", "num_calls", "step_ms", "busy_ms", "graph_share", "second_streams")
+KEPT = (*_OF_STEPS, "differ", "shapes", "error")
 SECOND_STREAM = "second stream: {}; a graph of kernels this short replays up to 10 % faster where all are on one"
 WHY_NOT = ("in a capture", "in the loader")
 # Over the reads of each kind.

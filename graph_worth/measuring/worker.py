@@ -6,7 +6,8 @@ commands until that process hangs up. Each command is an object with "do", each 
 
     build                                      the training, from the seeded start
     parity   variant, steps, seconds, keep     alone, deterministic kernels, the state hashed after each step; with
-                                               `keep` the kernels of blocks, for which the variant is kept
+                                               `keep` the kernels of blocks, for which the variant is kept; `eager`:
+                                               hashes of eager's parity, from which others are told apart
     capture  variant                           keeps it for blocks
     pilot    variant, steps                    ms of a step and of a reset
     pace                                       the host's time for one small operator
@@ -93,8 +94,8 @@ class Worker:
         self.made: dict[str, dict] = {}
         self.places: dict[str, tuple[str, int]] = {}
         self.flags: dict[str, str] = {}
-        # The first one of eager's parity, and its hashes over all ranks.
-        self.of_eager: tuple[Course, list[str]] | None = None
+        # Of eager's parity, where this process has made it.
+        self.of_eager: Course | None = None
 
     # --- commands
 
@@ -231,7 +232,7 @@ class Worker:
             try:
                 with self._entered(command["variant"], variant):
                     facts |= self._course(variant, 0, count, True, seconds)
-                    return facts | self._beside_eager(name, variant, facts)
+                    return facts | self._beside_eager(command, variant, facts)
             finally:
                 self._release(variant)
                 del variant
@@ -377,21 +378,20 @@ class Worker:
             "grad_norms": [block.finite(norm) for norm in norms[-count:]],
         }
 
-    def _beside_eager(self, name, variant, facts) -> dict:
+    def _beside_eager(self, command, variant, facts) -> dict:
         """The tensor whose bits leave eager's first, and how far the state does, of a variant whose hashes differ."""
+        name, differs = command["variant"], command.get("eager") not in (None, facts["hashes"])
         if name == "eager":
-            self.of_eager = self.of_eager or (self.course, facts["hashes"])
-        if self.of_eager is None or facts["hashes"] == self.of_eager[1]:
-            return {}
-        pairs = zip(self.course.hashes(), self.of_eager[0].hashes(), strict=False)
-        rows = ((mine != eagers).tolist() for mine, eagers in pairs)
-        differing: list[bool] = next(filter(any, rows), [])
-        names = [tensor for tensor, differs in zip(self.course.names, differing, strict=False) if differs]
-        tensors = [tensor for rank_names in of_all_ranks(names[:1]) for tensor in rank_names]
-        facts = {"tensor": "".join(tensors[:1])}
-        if self.training.apart is not None and self.model.declared[name].parity is None:
-            facts["apart"] = self.training.apart(variant)
-        return facts
+            self.of_eager = self.of_eager or self.course
+        answer: dict = {}
+        if differs and self.of_eager is not None:
+            rows = zip(self.course.hashes(), self.of_eager.hashes(), strict=False)
+            changed: list[bool] = next(filter(any, ((mine != eagers).tolist() for mine, eagers in rows)), [])
+            names = itertools.compress(self.course.names, changed)
+            answer["tensor"] = next(filter(None, of_all_ranks(next(names, ""))), "")
+        if differs and self.training.apart is not None and self.model.declared[name].parity is None:
+            answer["apart"] = self.training.apart(variant)
+        return answer
 
     def _profile(self, variant, num_steps, ms):
         if self.device.type != "cuda":

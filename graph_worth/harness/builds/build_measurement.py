@@ -88,7 +88,9 @@ class BuildMeasurement:
             if missing:
                 self.say(f"  parity of {_counted(missing)}, with deterministic kernels")
             for variant in missing:
+                eagers = [fact["hashes"] for fact in self._of("parity") if fact["variant"] == "eager"]
                 command = {"do": "parity", "keep": self._is_kept(variant), **self._parity_steps()}
+                command["eager"] = eagers[0] if eagers else None
                 self._add("parity", variant, **self.worker.ask(variant, command, parity=True))
                 if self.request.parity_environment is not None:
                     self.worker.start_ahead()

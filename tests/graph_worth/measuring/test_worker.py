@@ -185,7 +185,9 @@ def test_parity_names_the_tensor_whose_bits_leave_eagers_first():
         return SimpleNamespace(step=lambda index: bias.add_(index == 1 and name.startswith("frozen"))), {}
 
     worker._make, worker._release = make, lambda variant: None
-    facts = {name: worker.do_parity({"variant": name, "steps": 3}) for name in PROMISES}
+    eagers = worker.do_parity({"variant": "eager", "steps": 3, "eager": None})
+    command = {"steps": 3, "eager": eagers["hashes"]}
+    facts = {name: worker.do_parity({"variant": name, **command}) for name in PROMISES}
     told = {name: {key: fact[key] for key in ("tensor", "apart") if key in fact} for name, fact in facts.items()}
     assert told == {
         "eager": {},
@@ -193,6 +195,9 @@ def test_parity_names_the_tensor_whose_bits_leave_eagers_first():
         "frozen": {"tensor": "bias", "apart": "bias differs"},
         "frozen_bitwise": {"tensor": "bias"},
     }
+    # A capture that fails ends its process: the next one has not made eager's parity.
+    worker.of_eager = None
+    assert worker.do_parity({"variant": "frozen", **command})["apart"] == "bias differs"
 
 
 def test_a_course_whose_loss_is_not_finite_raises():
