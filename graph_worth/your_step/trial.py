@@ -196,17 +196,19 @@ class Trial:
         differs = self._difference(trained)
         if not differs or self._changes_host:
             return self._wrong("wrong numbers", differs) if differs else None
+        # Graphs of modules get no copies of batches.
+        copied = eager
         with self._left(variant):
-            copied = self._course(through_copies(self.state))
-            rounds_otherwise = self._difference(copied) or getattr(variant, "may_round", False)
-            self._rounded = rounded = self._course(once_rounded(self.state))
+            if not getattr(variant, "may_round", False):
+                copied = self._course(through_copies(self.state))
+            if copied is eager or self._difference(copied):
+                self._rounded = self._course(once_rounded(self.state))
         on_copy = self._difference(copied)
         if on_copy:
             return self._wrong("wrong copy", f"the step itself trains otherwise on a copy of its batch: {on_copy}")
-        self._rounded = rounded if rounds_otherwise else None
         differs = self._difference(trained)
         cause = "; run eagerly on the same copies of its batches the step is right, so the capture is at fault"
-        return self._wrong("wrong numbers", differs + cause) if differs else None
+        return self._wrong("wrong numbers", differs + cause * (copied is not eager)) if differs else None
 
     def _judged(self, variant) -> Outcome:
         fault = self._fault(variant)
