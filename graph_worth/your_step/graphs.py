@@ -87,14 +87,16 @@ class GraphedForwardBackward(GraphedStep):
         self._noted = _Noted(self.state.owned, self._parameters)
         graph, _ = super().captured(index)
         if self._noted.uses:
-            raise Unsupported(f"the step reads its parameters after its optimizer's step, in {self._noted.uses}")
-        gradients = [(parameter, parameter.grad) for parameter in self._parameters]
+            raise Unsupported(f"the step reads parameters or gradients after its optimizer's step, in {self._noted.uses}")
+        gradients = [(parameter, parameter.grad if kept is None else kept) for parameter, kept in self._noted.gradients]
+        dropped = [(parameter, None) for parameter, _ in gradients if parameter.grad is None]
+        calls = [functools.partial(_give, gradients), *self._noted.calls, functools.partial(_give, dropped)]
+        return graph, calls
 
-        def give_gradients():
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
-        return graph, [give_gradients, *self._noted.calls]
+def _give(gradients):
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 @variant("mine", kind="graph", help="the capture that the file itself makes")
@@ -131,23 +133,23 @@ class _Noted(TorchDispatchMode):
 
     Attributes:
         calls: those that were noted.
-        uses: the first operator that reads a parameter after the first of these calls, or "".
+        gradients: (parameter, its gradient) at the first of these calls; model.zero_grad() may drop it after it.
+        uses: the first operator that reads a parameter or a gradient after that call, or "".
     """
 
     def __init__(self, owned, parameters):
         super().__init__()
         self.calls: list = []
+        self.gradients: list = []
         self.uses = ""
-        self._addresses = {storage_id(parameter) for parameter in parameters} - {None}
-        names = ("step", "update", "zero_grad", "unscale_")
-        # Optimizers, schedules and loss scalers; and modules, for their gradients alone.
-        holders = [(item, names[2:3] if isinstance(item, torch.nn.Module) else names) for item in owned]
-        self._stepped = [(item, names) for item, names in holders if len(names) == 1 or hasattr(item, "step")]
+        self._parameters, self._addresses = parameters, set()
+        # Optimizers, schedules and loss scalers.
+        self._stepped = [item for item in owned if hasattr(item, "step") and not isinstance(item, torch.nn.Module)]
         self._patches = contextlib.ExitStack()
 
     def __enter__(self):
-        for holder, names in self._stepped:
-            for name in names:
+        for holder in self._stepped:
+            for name in ("step", "update", "zero_grad", "unscale_"):
                 if hasattr(holder, name):
                     noting = self._noting(name, getattr(holder, name))
                     self._patches.enter_context(mock.patch.object(holder, name, noting))
@@ -169,6 +171,10 @@ class _Noted(TorchDispatchMode):
                 raise Unsupported("unscale_ comes before what a graph up to the optimizer holds, such as clipping")
             if name == "zero_grad" and not self.calls:
                 return original(*args, **kwargs)
+            if not self.calls:
+                self.gradients = [(parameter, parameter.grad) for parameter in self._parameters]
+                tensors = (tensor for pair in self.gradients for tensor in pair if tensor is not None)
+                self._addresses = {storage_id(tensor) for tensor in tensors} - {None}
             self.calls.append(functools.partial(original, *args, **kwargs))
             return None
 

@@ -13,9 +13,9 @@ def build(device):
     def step(batch):
         inputs, labels = batch
         loss = nn.functional.cross_entropy(model(inputs), labels)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        model.zero_grad()
         return loss
 
     return step, batches, [model, optimizer]
