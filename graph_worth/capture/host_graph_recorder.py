@@ -204,7 +204,7 @@ class Recorder:
             self.in_operator = False
         self.last_line = line
         self.states = self._random_states()
-        self.host.after(leaves, result, *((func, rules.NEW, line) if makes and result.numel() else ()))
+        self.host.after(func, leaves, result, *((func, rules.NEW, line) if self.host.in_factory else ()))
         # A replay repeats no work of the host, but for its draws from the generator that it shares with the device.
         if number or makes or (of_host and torch.Tag.nondeterministic_seeded not in func.tags):
             for tensor in filter(torch.is_tensor, tree_leaves(result)):

@@ -17,13 +17,13 @@ class HostTensors:
     """Tensors of the host that a step has made.
 
     Args:
-        refuse: refuse(*call) of a call that has made one from host data which the step then takes to the GPU.
+        refuse: refuse(*call) of a call that has made one which the step then takes to the GPU.
     """
 
     def __init__(self, refuse: Callable):
-        self._refuse, self._in_factory = refuse, False
-        # Storage -> the call that has filled it with data, or None.
-        self._storages: dict[int, tuple | None] = {}
+        self._refuse, self.in_factory = refuse, False
+        # Storage -> the call that has made it, or None, and whether of host data.
+        self._storages: dict[int, tuple[tuple | None, bool]] = {}
 
     def are_host(self, values: Iterable) -> bool:
         """Return whether there are tensors among these values, and all of them are of the host."""
@@ -33,48 +33,49 @@ class HostTensors:
     @contextlib.contextmanager
     def calling(self, func, args, kwargs):
         """Within it a function of torch's API runs."""
-        before, tensors = self._in_factory, _strided(tree_leaves((args, kwargs)))
+        before, tensors = self.in_factory, _strided(tree_leaves((args, kwargs)))
         to_device = kwargs.get("device") is not None or (func is torch.Tensor.cuda)
         if func is torch.Tensor.to:
             to_device |= any(isinstance(value, (torch.device, str, torch.Tensor)) for value in args[1:])
         if to_device:
-            self._meet(tensors)
+            self._meet(tensors, is_copy=True)
         is_factory = func in _device._device_constructors() and _device.CURRENT_DEVICE is None
-        self._in_factory = is_factory and not to_device and not tensors
+        self.in_factory = is_factory and not to_device and not tensors
         try:
             yield
         finally:
-            self._in_factory = before
+            self.in_factory = before
 
     def makes(self, func) -> bool:
         """Return whether an operator puts host data into a tensor of the host."""
-        return self._in_factory and func._schema.name == "aten::lift_fresh"
+        return self.in_factory and func._schema.name == "aten::lift_fresh"
 
     def before(self, leaves: list) -> None:
         """Look at the arguments of an operator: a tensor of the host beside one of the model goes to the GPU."""
         tensors = _strided(leaves)
-        if not (self._in_factory or self.are_host(tensors)):
+        if not (self.in_factory or self.are_host(tensors)):
             self._meet(tensors)
 
-    def after(self, leaves: list, result, *call) -> None:
-        """Note what an operator has made; call: where it was made of host data."""
-        is_host = self._in_factory or self.are_host(leaves)
-        calls = [call or None, *map(self._call_of, _strided(leaves))]
-        maker = next(filter(None, calls), None)
+    def after(self, func, leaves: list, result, *call) -> None:
+        """Note what an operator has made; call: where it did in a factory."""
+        is_host = self.in_factory or self.are_host(leaves)
+        calls = [(call or None, self.makes(func)), *map(self._call_of, _strided(leaves))]
+        maker = max(calls, key=lambda known: (known[0] is not None, known[1]))
         for tensor in _strided(tree_leaves(result)):
             if is_host:
-                self._storages[_address(tensor)] = maker
+                self._storages[_address(tensor)] = maker if tensor.numel() else (None, False)
             else:
                 # Perhaps where an earlier storage was.
                 self._storages.pop(_address(tensor), None)
 
     def _call_of(self, tensor):
-        return self._storages.get(_address(tensor))
+        return self._storages.get(_address(tensor), (None, False))
 
-    def _meet(self, tensors):
-        calls = [self._storages.pop(_address(tensor), None) for tensor in tensors]
-        for call in filter(None, calls):
-            self._refuse(*call)
+    def _meet(self, tensors, is_copy=False):
+        for call, of_data in [self._storages.pop(_address(tensor), (None, False)) for tensor in tensors]:
+            # Without host data it becomes no tensor of the GPU but by a copy: a number beside it is an argument.
+            if call and (of_data or is_copy):
+                self._refuse(*call)
 
 
 def _address(tensor) -> int:

@@ -326,8 +326,8 @@ class _Operators(TorchDispatchMode):
         watcher.look_for_draws()
         result = func(*args, **kwargs)
         watcher.states = watcher.random_states()
-        call = (str(func), rules.NEW, watcher.place(has_callers=True)) if makes and reason else ()
-        watcher.host.after(leaves, result, *call)
+        call = (str(func), rules.NEW, watcher.place(has_callers=True)) if watcher.host.in_factory else ()
+        watcher.host.after(func, leaves, result, *call)
         self._note_copy(func, args, result, place)
         tensors, taken = tensors_in(result), {storage_id(tensor) for tensor in given}
         for tensor in tensors:

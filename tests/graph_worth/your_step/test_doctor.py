@@ -406,6 +406,7 @@ TO_GPU = {
     "a device": "axes = torch.arange(1, 2, device=device).tolist()",
     "made again": "axes = torch.as_tensor(torch.arange(2), device=device).tolist()",
     "beside the batch": "axes = (torch.arange(16) + x).sum().tolist()",
+    "a constant": "axes = torch.ones(1).to(device)",
     "data beside the batch": "x = x * torch.tensor([2.0])",
     "with device": "with torch.device(device):\n            axes = torch.arange(1, 2).tolist()",
 }
@@ -422,8 +423,9 @@ def test_a_factory_without_a_device_stays_on_the_host(tmp_path, line):
 def test_what_meets_the_model_or_is_given_a_device_is_on_the_gpu(tmp_path, line):
     found, lines = diagnosed(tmp_path, {LOSS: f"{line}\n        {LOSS}"})
 
-    (finding,) = [finding for finding in found.findings if finding.level == STOPS]
-    assert "axes" in lines[int(finding.where.rpartition(":")[2]) - 1] or "tensor" in line
+    places = {finding.where for finding in found.findings if finding.level == STOPS}
+    (number,) = {int(place.rpartition(":")[2]) for place in places}
+    assert "axes" in lines[number - 1] or "tensor" in line
     # The host graph refuses it, too.
     assert found.outcomes[WHOLE.title].startswith("failed"), found.text()
 
