@@ -35,7 +35,8 @@ def _filled_step(state, index, value):
 def _nan(tensor) -> bool:
     if tensor.element_size() == 1:
         tensor = tensor.float()  # FP8 has no isnan
-    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
+    can_be = not tensor.is_meta and (tensor.is_floating_point() or tensor.is_complex())
+    return can_be and bool(tensor.isnan().any())
 
 
 class Filled(TorchDispatchMode):

@@ -430,6 +430,12 @@ def test_what_meets_the_model_or_is_given_a_device_is_on_the_gpu(tmp_path, line)
     assert found.outcomes[WHOLE.title].startswith("failed"), found.text()
 
 
+def test_a_build_may_make_tensors_without_memory(tmp_path):
+    found, _ = diagnosed(tmp_path, {"# more": "shapes = model[0].weight.detach().to('meta')"})
+
+    assert found.status == 0, found.text()
+
+
 def test_an_empty_tensor_copies_nothing(tmp_path):
     line = "x = torch.cat([torch.tensor([], device=device), x])"
 
