@@ -23,8 +23,17 @@ STEPS = {
     "rssm": ALIKE,
     "spiking": ALIKE,
     "detr": NO_CAPTURE,
+    "gpt2_transformers": ALIKE,
+    "lora_peft": ALIKE,
+    "vit_timm": ALIKE,
 }
-NEEDS = {"spiking": "spikingjelly", "detr": "transformers"}
+NEEDS = {
+    "spiking": "spikingjelly",
+    "detr": "transformers",
+    "gpt2_transformers": "transformers",
+    "lora_peft": "peft",
+    "vit_timm": "timm",
+}
 
 
 @pytest.mark.slow
