@@ -1,7 +1,9 @@
 """The wheel, unpacked and started as the command graph-worth, beside a project with packages of our names."""
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -51,14 +53,24 @@ def project(tmp_path):
     return tmp_path
 
 
+def copy_package(site):
+    """Copy into a folder what the wheel holds."""
+    bytecode = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "graph_worth", site / "graph_worth", ignore=bytecode)
+    shutil.copytree(ROOT / "results" / "operators", site / "graph_worth" / "results" / "operators")
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(folder / "site")
+    if importlib.util.find_spec("hatchling"):
+        build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+        subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as file:
+            file.extractall(folder / "site")
+    else:  # on a GPU machine without a registry
+        copy_package(folder / "site")
     # Nothing else of the wheel can be imported by a user's program.
     assert {path.name for path in (folder / "site").iterdir() if path.suffix != ".dist-info"} == {"graph_worth"}
 
@@ -116,6 +128,75 @@ def test_an_installed_watch_looks_at_a_script(installed, project):
     (project / "train.py").write_text(code)
     done = installed(project, "watch", "--", sys.executable, "train.py")
     assert done.returncode == 4 and f"{project}/train.py:6: Tensor.__float__, 1 in a step" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_files_that_are_copied_where_none_is_built(installed, tmp_path):
+    copy_package(tmp_path / "copy")
+    folders = installed.site / "graph_worth", tmp_path / "copy" / "graph_worth"
+    names = [{path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in folders]
+    assert {name for name in names[0] if "__pycache__" not in name.parts} == names[1]
+
+
+# A step with a capture of the user's own beside it, and a script.
+ON_GPU = """
+import torch
+
+def build(device):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(20)]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    batches = [torch.randn(32, 256, device=device) for _ in range(4)]
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def mine():
+        static, graph, side = batches[0].clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step(static)
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            loss = step(static)
+        torch.cuda.current_stream().wait_stream(side)
+
+        def replay(batch):
+            static.copy_(batch)
+            graph.replay()
+            return loss.clone()
+
+        return replay
+
+    return {"eager": step, "mine": mine}, batches, [model, optimizer]
+
+if __name__ == "__main__":
+    steps, batches, _ = build(torch.device("cuda"))
+    for index in range(40):
+        steps["eager"](batches[index % 4]).item()
+"""
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_installed_command_measures_a_step_and_a_capture_of_the_users_own(installed, project):
+    (project / "on_gpu.py").write_text(ON_GPU)
+    words = ["--python", sys.executable, "--variants", "eager,graph_step,mine", "--cycles", "3", "--json"]
+    done = installed(project, "measure", "on_gpu.py:build", *words)
+    told = json.loads(done.stdout)
+    assert done.returncode == told["status"] and told["verdict"] in ("faster", "same", "unclear", "slower"), done.stderr
+    assert {"graph_step", "mine"} <= told["variants"].keys(), done.stderr  # those that train as eager does
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_installed_watch_tells_the_most_that_a_graph_can_gain(installed, project):
+    (project / "on_gpu.py").write_text(ON_GPU)
+    done = installed(project, "watch", "--", sys.executable, "on_gpu.py")
+    assert done.returncode == 0 and "x at most" in done.stderr, done.stderr
+    assert f"{project}/on_gpu.py:{len(ON_GPU.splitlines())}: " in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graph_worth.measuring import torch_settings
-from graph_worth.your_step.doctor import WHOLE, diagnose
+from graph_worth.your_step.doctor import UP_TO_OPTIMIZER, WHOLE, diagnose
 from graph_worth.your_step.findings import NOTE
 from graph_worth.your_step.trial import EQUAL
 
@@ -59,3 +59,34 @@ def test_doctor_says_of_a_step_of_a_library_what_is_right(path, device, tmp_path
     assert diagnosis.status == max((6 if kind in STOP else 5 for _, kind in marks), default=0), diagnosis.text()
     # A graph of a GPU does what is said here of the host graph.
     assert (diagnosis.outcomes[WHOLE.title] == EQUAL) == (not marks), diagnosis.text()
+
+
+STEP = """
+import torch
+
+def build(device):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)).to(device)
+    optimizer = torch.optim.OPTIMIZER(model.parameters(), lr=0.1)
+
+    def step(batch):
+        optimizer.zero_grad()
+        loss = model(batch.to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, [torch.randn(8, 16) for _ in range(4)], [model, optimizer]
+"""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["Adagrad", "Adafactor"])
+def test_an_optimizer_that_counts_or_measures_on_the_host_stays_eager(name, device, tmp_path):
+    (tmp_path / "my_step.py").write_text(STEP.replace("OPTIMIZER", name))
+    torch_settings.prepare(torch.device(device))
+
+    diagnosis = diagnose(f"{tmp_path}/my_step.py:build", torch.device(device))
+
+    assert diagnosis.status in (5, 6) and diagnosis.outcomes[WHOLE.title] != EQUAL, diagnosis.text()
+    assert diagnosis.outcomes[UP_TO_OPTIMIZER.title] == EQUAL, diagnosis.text()
