@@ -57,8 +57,9 @@ def test_doctor_says_of_a_step_of_a_library_what_is_right(path, device, tmp_path
     for key, file in expected.items():
         assert f"/{file}:" in named[key].evidence or not file, diagnosis.text()
     assert diagnosis.status == max((6 if kind in STOP else 5 for _, kind in marks), default=0), diagnosis.text()
-    # A graph of a GPU does what is said here of the host graph.
-    assert (diagnosis.outcomes[WHOLE.title] == EQUAL) == (not marks), diagnosis.text()
+    # A graph of a GPU does what is said here of the host graph, but a wrong number need not show in eight steps.
+    if device.type == "cpu" or diagnosis.status != 5:
+        assert (diagnosis.outcomes[WHOLE.title] == EQUAL) == (not marks), diagnosis.text()
 
 
 STEP = """
