@@ -25,7 +25,7 @@ MOVED = "reads a tensor whose memory moved after the capture"
 # Seen as calls of the Python API, before or instead of an operator.
 CONVERSIONS = ("item", "__bool__", "__int__", "__index__", "__float__", "__complex__", "__format__")
 FORBIDDEN_FUNCTIONS = {
-    **{getattr(torch.Tensor, name): (f"Tensor.{name}", READS) for name in CONVERSIONS},
+    **{getattr(torch.Tensor, name): (f"Tensor.{name}", READS) for name in (*CONVERSIONS, "cpu")},
     torch.equal: ("torch.equal", READS),
     torch.allclose: ("torch.allclose", READS),
 }

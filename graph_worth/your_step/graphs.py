@@ -87,7 +87,7 @@ class GraphedForwardBackward(GraphedStep):
         self._noted = _Noted(self.state.owned, self._parameters)
         graph, _ = super().captured(index)
         if self._noted.uses:
-            raise Unsupported(f"the step uses its gradients after its optimizer's step, in {self._noted.uses}")
+            raise Unsupported(f"it reads parameters or gradients after its optimizer's step, in {self._noted.uses}")
         gradients = [(parameter, parameter.grad if kept is None else kept) for parameter, kept in self._noted.gradients]
         dropped = [(parameter, None) for parameter, _ in gradients if parameter.grad is None]
         calls = [functools.partial(_give, gradients), *self._noted.calls, functools.partial(_give, dropped)]

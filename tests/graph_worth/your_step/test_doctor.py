@@ -406,6 +406,7 @@ TO_GPU = {
     "a device": "axes = torch.arange(1, 2, device=device).tolist()",
     "made again": "axes = torch.as_tensor(torch.arange(2), device=device).tolist()",
     "beside the batch": "axes = (torch.arange(16) + x).sum().tolist()",
+    "to the host": "axes = x.detach().cpu()",
     "a constant": "axes = torch.ones(1).to(device)",
     "data beside the batch": "x = x * torch.tensor([2.0])",
     "with device": "with torch.device(device):\n            axes = torch.arange(1, 2).tolist()",
