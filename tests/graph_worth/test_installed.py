@@ -141,6 +141,7 @@ def test_the_wheel_holds_the_files_that_are_copied_where_none_is_built(installed
 # A step with a capture of the user's own beside it, and a script.
 ON_GPU = """
 import torch
+from graph_worth import graphed
 
 def build(device):
     torch.manual_seed(0)
@@ -156,21 +157,9 @@ def build(device):
         return loss
 
     def mine():
-        static, graph, side = batches[0].clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step(static)
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            loss = step(static)
-        torch.cuda.current_stream().wait_stream(side)
-
-        def replay(batch):
-            static.copy_(batch)
-            graph.replay()
-            return loss.clone()
-
-        return replay
+        captured = graphed(step, [model, optimizer], verify=0)
+        captured.capture(batches[0])
+        return captured
 
     return {"eager": step, "mine": mine}, batches, [model, optimizer]
 
