@@ -253,7 +253,7 @@ def test_the_capture_of_your_own_that_the_page_shows_trains_as_eager_does(device
 def test_a_graph_of_the_step_to_measure_trains_as_eager_does(device, tmp_path):
     path = tmp_path / "my_step.py"
     path.write_text(STEP)
-    torch_settings.prepare(device)
+    torch_settings.prepare(torch.device("cuda", 0) if device.type == "cuda" else device)
     found = doctor.diagnose(f"{path}:build", device)
     assert not {finding.level for finding in found.findings} & {STOPS, WRONG}, found.text()
     assert found.outcomes[doctor.UP_TO_OPTIMIZER.title] == "trains as eager does"

@@ -383,7 +383,7 @@ def test_mistakes_are_told_before_training(option):
         graphed_on(ours)("a.png")
 
 
-@pytest.mark.parametrize("effect", ["a rounding", "another state", "nothing"])
+@pytest.mark.parametrize("effect", ["a rounding", "another state", "another loss", "nothing"])
 def test_code_that_asks_whether_a_stream_captures_is_named_by_what_it_changes(effect, monkeypatch):
     # torch without CUDA raises where it is asked.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -394,6 +394,8 @@ def test_code_that_asks_whether_a_stream_captures_is_named_by_what_it_changes(ef
             loss = loss * (1 + 1e-5) if effect == "a rounding" else loss
             if effect == "another state":
                 rate.mul_(0.9999)
+            if effect == "another loss":
+                loss = loss * 1.05
         return loss
 
     ours = Training(CPU, change=change)
@@ -403,7 +405,7 @@ def test_code_that_asks_whether_a_stream_captures_is_named_by_what_it_changes(ef
     data = batches(8)
     for batch in data[:3]:
         step(batch)
-    if effect == "another state":
+    if effect.startswith("another"):
         with pytest.raises(CaptureError, match=line):
             step(data[3])
         assert step.replays == 1
