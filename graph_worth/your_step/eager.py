@@ -60,7 +60,7 @@ class EagerSteps:
     """
 
     # Kinds that are harmless where a graph's numbers are eager's.
-    suspects = ("host value", "kept tensor", "control flow", "gradient", "not handed over", "thread")
+    suspects = ("host value", "control flow", "gradient", "not handed over", "thread")
 
     def __init__(self, state: StepState):
         self.state, self.source = state, Source(state.path)

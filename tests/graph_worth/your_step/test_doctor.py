@@ -453,6 +453,18 @@ DRAWS = {
 }
 
 
+def test_a_sum_that_no_loss_shows_may_train_wrongly(tmp_path):
+    """Old sums live on, as in the allocator of a GPU, so that graphs read memory that holds something."""
+    adds = f"{LOSS}\n        kept.append(model.total)\n        model.total = model.total + loss.detach()"
+
+    found, lines = diagnosed(tmp_path, {"# more": "kept, model.total = [], torch.zeros((), device=device)", LOSS: adds})
+
+    (finding,) = [finding for finding in found.findings if finding.level != NOTE]
+    assert (found.status, finding.kind, finding.level) == (5, "kept tensor", MAY), found.text()
+    assert "model.total =" in lines[int(finding.where.rpartition(":")[2]) - 1]
+    assert found.outcomes[WHOLE.title] == EQUAL
+
+
 @pytest.mark.parametrize(("draw", "make"), DRAWS.values(), ids=DRAWS)
 def test_a_draw_on_the_host_is_a_finding_whatever_eight_steps_show(tmp_path, draw, make):
     rare = f"if {draw} > 0.999999:\n            x = x * 2\n        {LOSS}"
