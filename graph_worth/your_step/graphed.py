@@ -463,7 +463,8 @@ class graphed:
             if words:
                 # As the doctor judges it: other kernels change bits, and no loss by much.
                 several = [course(step, NUM_AGAIN)[1].losses for step in (as_captured, self.eager)]
-                is_other = plain.written != eager.written or not parity.loss_deviation(*several) <= MOST_PRICE
+                deviation = parity.loss_deviation(*several) or 0.0
+                is_other = plain.written != eager.written or deviation > MOST_PRICE
                 result, _ = course(self.eager)
                 words = f"code at {first(questions)[0]} does something else while a stream captures: {words}"
                 if first(is_other):
