@@ -82,7 +82,7 @@ def _run(path):
         publish.why_not(run)
     for fault in found.faults:
         assert fault.isprintable()
-    assert all(line.isprintable() for line in tables.screen(found, found.rows, wide=True).splitlines())
+    assert all(line.isprintable() for line in tables.screen(found, found.rows).splitlines())
     tables.as_csv(found.rows)
     overview.page_of(found, path.parent / "overview.md")
     for table in readme._TABLES.values():

@@ -21,14 +21,15 @@ print(*{module.__file__ for module in sys.modules.values() if getattr(module, "_
 print(name.replace(".", "/") + ".py")
 """
 # What they load today; 110 of these lines are the names and folders of the package (graph_worth/__init__, folders), 170
-# the host graph's answer to a step that asks for a capture, and its rules for tensors that stay on the host.
+# the host graph's answer to a step that asks for a capture, and its rules for tensors that stay on the host; 45 of
+# GPT-3 and Llama 2's 75 a sum of bias and residual, and launches that are prepared once.
 MOST_LINES = [
-    ("gpt3", "graph_layer", 5_810),
-    pytest.param("llama2_lora", "graph_layer", 7_605, marks=pytest.mark.slow),
-    pytest.param("llama31", "graph_fwd_bwd", 7_365, marks=pytest.mark.slow),
-    pytest.param("moe", "graph_attn", 7_605, marks=pytest.mark.slow),
-    pytest.param("rnnt", "graph_step", 6_015, marks=pytest.mark.slow),
-    pytest.param("stable_diffusion", "graph_step", 6_215, marks=pytest.mark.slow),
+    ("gpt3", "graph_layer", 5_855),
+    pytest.param("llama2_lora", "graph_layer", 7_680, marks=pytest.mark.slow),
+    pytest.param("llama31", "graph_fwd_bwd", 7_395, marks=pytest.mark.slow),
+    pytest.param("moe", "graph_attn", 7_650, marks=pytest.mark.slow),
+    pytest.param("rnnt", "graph_step", 6_055, marks=pytest.mark.slow),
+    pytest.param("stable_diffusion", "graph_step", 6_285, marks=pytest.mark.slow),
 ]
 
 

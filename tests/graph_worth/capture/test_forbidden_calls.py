@@ -66,6 +66,7 @@ def test_the_calls_of_the_front_page_are_in_the_table():
     section = PAGE.partition("## Calls that a graph cannot hold")[2].partition("\n## ")[0]
     assert len(ROWS) == section.count("\n| `") >= 10
     calls = " ".join(row[0] for row in ROWS)
-    rule = re.search(r"forbidden call\]\(.*?\): (.*)", (ROOT / "README.md").read_text().replace("**", ""))[1]
+    front = (ROOT / "README.md").read_text()
+    assert "[What a graph cannot hold](docs/what_to_capture.md)" in front and "`.item()`" in front
     for name in (".item()", "print", "nonzero", "if"):
-        assert f"`{name}`" in rule and name in calls
+        assert name in calls
