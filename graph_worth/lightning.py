@@ -19,9 +19,11 @@ on_before_optimizer_step) run in eager steps and at the capture; a replay repeat
 import contextlib
 import functools
 from typing import Any
+from unittest import mock
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -178,6 +180,8 @@ class _Step:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(_replaced(self._module, training_step=on_batch, log=log))
+            for name in "current_epoch", "global_step":
+                stack.enter_context(mock.patch.object(type(self._module), name, _noting(name, problems)))
             for callback in self._callbacks():
                 stack.enter_context(_replaced(callback, log=log))
             self.run()
@@ -210,11 +214,10 @@ def _problems_of_trainer(trainer):
             f"precision {precision.precision!r} keeps state on the host: use 'bf16-mixed', 'bf16-true', '32-true', or "
             "'16-true' with a loss scale of the module's own"
         )
-    if trainer.accumulate_grad_batches != 1:
-        yield (
-            f"accumulate_grad_batches is {trainer.accumulate_grad_batches}: use 1, and a loop over microbatches inside "
-            "training_step"
-        )
+    schedules = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+    if trainer.accumulate_grad_batches != 1 or schedules:
+        number = "changes by a callback" if schedules else f"is {trainer.accumulate_grad_batches}"
+        yield f"accumulate_grad_batches {number}: use 1, and a loop over microbatches inside training_step"
 
 
 def _problems_of_module(module):
@@ -253,6 +256,20 @@ class _Index(int):
         index = super().__new__(cls, value)
         index.problems = problems
         return index
+
+
+def _noting(name, problems):
+    """Return a property of a module that a graph would freeze, and that notes who reads it."""
+    original = getattr(LightningModule, name)
+
+    def get(module):
+        problems[
+            f"the step reads self.{name}, which a graph freezes: keep what depends on it in a tensor on the device, "
+            "which on_train_batch_start fills"
+        ] = None
+        return original.fget(module)
+
+    return property(get)
 
 
 def _reading(name):

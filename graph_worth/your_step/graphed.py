@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -45,6 +46,7 @@ from graph_worth.your_step.user_lines import Source
 DOCTOR = "More lines: graph-worth doctor FILE.py:build"
 # Eager steps beside which a replay is judged that differs.
 NUM_AGAIN = 3
+_SCHEDULE = -1
 _TORCH = Path(torch.__file__).parent
 _TWO_STREAMS = (
     "this program works on the default stream, and graphs need another one: replays beside it are up to 9 % "
@@ -115,9 +117,9 @@ class graphed:
         self._modules = [part for part in parts if isinstance(part, torch.nn.Module)]
         has_ddp = any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in self._modules)
         self._num_warm = warm_up or (DDP_WARM_STEPS if has_ddp else WARM_STEPS)
-        optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
+        self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
-        parameters += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        parameters += [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
         tensors = [*self._parameters, *tensors_in(parts)]
         self.device = tensors[0].device if tensors else torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,6 +129,8 @@ class graphed:
         self._changes: dict[str, str] = {}
         self._written: dict[int, torch.Tensor] = {}
         self._warned: set[str] = set()
+        # Optimizers, by identity, that stepped in the step, and _SCHEDULE where a schedule did.
+        self._stepped: set[int] = set()
         self._stream: Any = None
         self._past_replays, self.refusal = 0, ""
         self._forget()
@@ -220,10 +224,17 @@ class graphed:
         try:
             if shape.graph is None:
                 self._capture(shape, batch)
-            self._check(shape)
         except CaptureError as error:
             self._refuse(error)
             return self.eager(batch)
+        try:
+            self._check(shape)
+        except CaptureError as error:
+            # Nothing has run: who puts it back, as by train(), goes on.
+            if self._is_forgiving:
+                self._refuse(error)
+                return self.eager(batch)
+            raise
         if self._has_eager_gradients:
             self._drop_gradients()
         if shape.num_verified < self._num_verified:
@@ -282,7 +293,7 @@ class graphed:
         before = self._look()
         versions = [(tensor, tensor._version) for tensor in self._not_owned(before[1])]
         guards = Guards(self._parts)
-        with _added_gradients(self._parameters) as added:
+        with _added_gradients(self._parameters) as added, _steps_of(self._optimizers) as stepped:
             result = self.eager(batch)
         shape.num_warm += 1
         self._has_eager_gradients = True
@@ -295,6 +306,7 @@ class graphed:
             changed = {name: (old, values.get(name, old)) for name, old in before[0].items()}
             self._changes |= {name: f"goes from {a!r} to {b!r}" for name, (a, b) in changed.items() if a != b}
             self._changes |= {name: "draws" for name, old in before[2].items() if states.get(name, old) != old}
+        self._stepped |= stepped
         if added:
             words = "the step adds to gradients from before it, where a replay begins anew: begin it with zero_grad()"
             self._refuse(self._refusal_of(words))
@@ -319,6 +331,15 @@ class graphed:
 
     def _require_still(self):
         """Refuse what the step changes on the host, and code reads: a replay does neither."""
+        if _SCHEDULE in self._stepped:
+            raise self._refusal_of(
+                "a schedule steps inside of the step, which a replay leaves out: step it after the call"
+            )
+        for optimizer in self._optimizers:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if id(optimizer) not in self._stepped and any(parameter.grad is not None for parameter in parameters):
+                words = f"{type(optimizer).__name__} was handed over and makes no step in the step, which leaves it "
+                raise self._refusal_of(f"{words}gradients: the step is all from zero_grad() to optimizer.step()")
         codes = [_code_of(self.eager), *(_code_of(type(part).forward) for m in self._modules for part in m.modules())]
         paths = [Path(name) for name in dict.fromkeys(code.co_filename for code in codes if code) if self._changes]
         paths = [path for path in paths if path.suffix == ".py" and path.is_file() and _TORCH not in path.parents]
@@ -546,6 +567,29 @@ def _code_of(function):
     if not hasattr(function, "__code__"):
         function = type(function).__call__
     return getattr(function, "__code__", None)
+
+
+@contextlib.contextmanager
+def _steps_of(optimizers):
+    """Yield a set of the optimizers, by identity, that step in the block, with _SCHEDULE where a schedule does."""
+    stepped: set[int] = set()
+    original = torch.optim.lr_scheduler.LRScheduler.step
+
+    def note(schedule, *args, **kwargs):
+        stepped.add(_SCHEDULE)
+        return original(schedule, *args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.optim.lr_scheduler.LRScheduler, "step", note))
+        for optimizer in optimizers:
+            try:
+                handle = optimizer.register_step_post_hook(lambda optimizer, *_: stepped.add(id(optimizer)))
+            except AttributeError:
+                # A wrapper of another optimizer, as accelerate's, which has not all that it inherits.
+                stepped.add(id(optimizer))
+            else:
+                stack.callback(handle.remove)
+        yield stepped
 
 
 @contextlib.contextmanager

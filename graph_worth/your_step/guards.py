@@ -9,6 +9,7 @@ import torch
 from graph_worth.capture.pool import CaptureError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STATE = "an optimizer has another tensor in its state: copy into the old one"
 _END = (None,)
@@ -26,8 +27,9 @@ def parts_of(owned) -> Iterator:
 class Guards:
     """What the host holds of the objects that training changes, as it is at the capture.
 
-    Numbers in param_groups, `training`, children and hooks of modules, and addresses of parameters, buffers and
-    tensors; of an optimizer's state which tensors it has. 55 us for a model of 148 parameters (docs/capture_it.md).
+    Numbers in param_groups, `training`, children and hooks of modules, `requires_grad` and addresses of parameters,
+    buffers and tensors, and autocast; of an optimizer its hooks, and which tensors its state has. About 70 us for a
+    model of 148 parameters (docs/capture_it.md).
     """
 
     def __init__(self, owned):
@@ -95,11 +97,10 @@ class Guards:
         mixed = [table for table in tables if not all(type(value) in _PLAIN for value in table.values())]
         states = [values for optimizer in self._optimizers for values in optimizer.state.values()]
         children = [module["_modules"] for module in self._modules if module["_modules"]]
-        sized = [module[name] for module in self._modules for name in _HOOKS]
-        empty, sized = (
-            [hooks for hooks in sized if not hooks],
-            [*(hooks for hooks in sized if hooks), *(optimizer.state for optimizer in self._optimizers)],
-        )
+        every = [module[name] for module in self._modules for name in _HOOKS]
+        every += [vars(optimizer).get(name, {}) for optimizer in self._optimizers for name in _OF_OPTIMIZERS]
+        empty, hooked = [hooks for hooks in every if not hooks], [hooks for hooks in every if hooks]
+        sized = [optimizer.state for optimizer in self._optimizers]
 
         def values(tables):
             views = [table.values() for table in tables]
@@ -113,8 +114,11 @@ class Guards:
             (_STATE, of_states, operator.is_),
             ("train() or eval() was called", lambda: map(_training, self._modules), operator.is_),
             ("a module has another child", of_children, operator.is_),
-            ("a module or an optimizer has another number of hooks or states", lambda: map(len, sized), operator.eq),
-            ("a module has hooks that it had not", lambda: filter(None, empty), operator.eq),
+            ("requires_grad of a parameter was changed", lambda: map(_requires_grad, of_plain()), operator.is_),
+            ("an optimizer has another number of states", lambda: map(len, sized), operator.eq),
+            ("a module or an optimizer has other hooks", lambda: map(tuple, hooked), operator.eq),
+            ("a module or an optimizer has hooks that it had not", lambda: filter(None, empty), operator.eq),
+            ("autocast was switched", _autocast, operator.eq),
         ]
         self._looks = [(words, now, same, [*now(), *_END]) for words, now, same in looks]
 
@@ -146,6 +150,12 @@ def _tables(optimizer) -> dict:
 
 
 _training = operator.itemgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+def _autocast():
+    """Return the types of numbers that autocast chooses on a GPU and on a CPU, None where it is off."""
+    return [torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cuda", "cpu")]
 
 
 def _number(value):

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 # Longer lists are known by their length.
-MOST_ITEMS = 32
+MOST_ITEMS = 1024
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, tuple, set, dict, deque)
 _MODULE_OWN = set(vars(torch.nn.Module())) | {"training"}

@@ -62,7 +62,7 @@ def one_stream(device: torch.device | int | str | None = None) -> "torch.cuda.St
     """Let this process launch all its work on one stream that is not the default one: a program's first line.
 
     A graph cannot be captured on the default stream. Once a process has launched kernels on two streams, replays are
-    slower for good: by up to 9 % where kernels take 4 us (docs/capture_it.md).
+    slower for good: by 4 to 9 % where kernels take 2 to 4 us (docs/one_stream.md).
 
     Args:
         device: by default that of torchrun's LOCAL_RANK, else the current one.

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("lightning", reason="an extra: ./setup.sh lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -224,6 +224,7 @@ class OwnStep(Toy):
     "module, settings, words",
     [
         (Toy, {"accumulate_grad_batches": 2}, "accumulate_grad_batches is 2.*inside training_step"),
+        (Toy, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "accumulate_grad_batches changes by a callback"),
         (Manual, {}, "automatic_optimization = True"),
         (OwnStep, {}, "OwnStep.optimizer_step is overridden"),
         (lambda: Toy(lr=1e-2), {}, r"learning rate of AdamW is 0.01.*lr=torch.tensor\(..., device=self.device\)"),
@@ -283,6 +284,8 @@ def test_what_a_step_shows_names_its_cause():
         r"self.log\('n', ...\) of a int.*on_train_batch_end": lambda s, b, i, loss: s.log("n", 3) or loss,
         r"self.log\('m', ...\) of a MeanMetric": lambda s, b, i, loss: s.log("m", s.metric) or loss,
         r"self.log\('d', ...\) of a float": lambda s, b, i, loss: s.log("d", {"a": loss, "b": 0.5}) or loss,
+        "the step reads self.current_epoch": lambda s, b, i, loss: loss * (1 if s.current_epoch < 1 else 2),
+        "the step reads self.global_step": lambda s, b, i, loss: loss * (1 if s.global_step < 99 else 2),
         "training_step reads batch_idx.*; self.log": lambda s, b, i, loss: s.log("n", 3 + i % 2) or loss,
         "replay 2 of this shape does not train as the eager step": lambda s, b, i, loss: loss * i,
         r"metric._update_count goes from .*metric.py:\d+": lambda s, b, i, loss: s.metric.update(loss) or loss,

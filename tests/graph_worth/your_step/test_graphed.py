@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,6 +265,14 @@ def load_by_assigning(training):
     training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
 
 
+def freeze(training):
+    training.model[0].requires_grad_(False)
+
+
+def add_optimizer_hook(training):
+    training.optimizer.register_step_pre_hook(lambda *_: None)
+
+
 def add_parameters(training):
     training.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
@@ -281,6 +290,8 @@ def add_parameters(training):
         (replace_layer, "another child"),
         (evaluate, r"train\(\) or eval\(\)"),
         (add_hook, "hooks"),
+        (add_optimizer_hook, "hooks"),
+        (freeze, "requires_grad of a parameter"),
         (add_parameters, "param_groups|left out"),
         (load_by_assigning, "lies elsewhere"),
         (forget_moments, "left out state of an optimizer"),
@@ -301,6 +312,66 @@ def test_what_the_caller_changes_is_refused_before_the_replay(change, words):
     assert raised.value.place.startswith(__file__)
     with pytest.raises(CaptureError, match=words):
         step(batches(1)[0])
+
+
+def test_another_hook_or_autocast_is_refused_and_who_puts_it_back_goes_on():
+    eager, ours = Training(CPU), Training(CPU)
+    step = graphed_on(ours)
+    assert_trains_alike(eager, ours, step, batches(8))
+    ours.model.eval()
+    with pytest.raises(CaptureError, match=r"train\(\) or eval\(\)"):
+        step(batches(1)[0])
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError, match="autocast"):
+        ours.model.train()
+        step(batches(1)[0])
+    assert_trains_alike(eager, ours, step, batches(8))
+
+    hooked = Training(CPU)
+    handle = hooked.model[0].register_forward_hook(lambda *_: None)
+    step = graphed_on(hooked)
+    for batch in batches(8):
+        step(batch)
+    handle.remove()
+    hooked.model[0].register_forward_hook(lambda module, args, result: 2 * result)
+    with pytest.raises(CaptureError, match="other hooks"):
+        step(batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [("outside", "AdamW was handed over and makes no step"), ("schedule", "a schedule steps inside of the step")],
+)
+def test_an_optimizer_outside_of_the_step_and_a_schedule_inside_are_refused(where, words):
+    ours = Training(CPU)
+    schedule = torch.optim.lr_scheduler.StepLR(ours.optimizer, 100)
+    make_step = ours.optimizer.step
+
+    def step(batch):
+        result = ours.step(batch)
+        if where == "schedule":
+            schedule.step()
+        return result
+
+    if where == "outside":
+        ours.optimizer.step = lambda: None
+    step = graphed(step, ours.owned, cpu="host_graph")
+    with pytest.raises(CaptureError, match=words):
+        for batch in batches(8):
+            step(batch)
+            make_step()
+    assert step.replays == 0
+
+
+def test_an_average_of_many_tensors_is_made_once_a_step():
+    eager, ours = Training(CPU), Training(CPU)
+    for training in (eager, ours):
+        averages = SimpleNamespace(shadow={f"{index}": torch.zeros(()) for index in range(50)})
+        training.averages = averages
+        training.change = lambda training, loss: (
+            [tensor.mul_(0.9).add_(loss.detach()) for tensor in training.averages.shadow.values()] and loss
+        )
+    assert_trains_alike(eager, ours, graphed_on(ours), batches(12))
+    assert all(map(torch.equal, eager.averages.shadow.values(), ours.averages.shadow.values()))
 
 
 def test_a_number_that_the_caller_changes_is_seen_by_check_always():
@@ -578,7 +649,7 @@ def test_a_capture_leaves_numbers_of_schedules_as_they_were_and_draws_on_the_hos
         step = graphed_on(ours)
         for batch in batches(3):
             step(batch)
-        with pytest.raises(CaptureError, match="lr in param_groups|does not train as the eager step does"):
+        with pytest.raises(CaptureError, match="a schedule steps inside of the step"):
             for batch in batches(3):
                 step(batch)
         assert schedule.last_epoch < 7
