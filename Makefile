@@ -16,7 +16,7 @@ python = "$${make_PYTHON:-.venv/bin/python}"
 setup = @$(if $(make_PYTHON),:,./setup.sh)
 from_make = @$(python) -m benchmarks.from_make
 
-.PHONY: help bench measure census doctor host watch publish judge sweep compare frame plots readme submit test test-slow long lint format te clean
+.PHONY: help bench measure census epochs doctor host watch publish judge sweep compare frame plots readme submit test test-slow long lint format te clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -32,10 +32,10 @@ help: ## this list
 # PRESET     ## bench, census, sweep, submit: tiny, bench, or another of the model's (bench on a GPU, else tiny)
 # VARIANTS   ## bench, measure, submit: some of the model's, as in VARIANTS=eager,graph_step, or all (the headline ones)
 # CYCLES     ## bench, measure, census, sweep, submit: number of cycles (8; tiny: 3; census: 4), or auto: until +-0.5 %
-# MINUTES    ## bench, measure, submit: go on with cycles so long; census, sweep, submit with OVER: start nothing late
+# MINUTES    ## bench, measure, submit: go on with cycles so long; census, epochs, sweep, submit with OVER: start nothing late
 # NGPU       ## bench, measure, doctor, sweep, submit: number of GPUs, or of ranks on the CPU (1)
 # HOST_LOAD  ## bench, measure, sweep, submit: busy processes in every second cycle (0); host: their number (cores)
-# OUT        ## bench, measure, census, sweep, submit: root of the runs (runs); compare, frame, plots: what is read (results)
+# OUT        ## bench, measure, census, epochs, sweep, submit: root of the runs (runs); compare, frame, plots: what is read (results)
 # LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)
 # STEP       ## measure, doctor: your own training step, as in STEP=my_step.py:build (docs/your_step.md)
 # RUN        ## publish, judge: a run file
@@ -66,6 +66,10 @@ measure: ## measure your own training STEP, eager against graphs, in a few minut
 census: ## eager and one graph of eight workloads in eight minutes: a host more for every row
 	$(setup) core
 	$(from_make) census
+
+epochs: ## epochs of real programs with a loader, logs and a checkpoint: eager, graphed, compiled
+	$(setup) core lightning peft
+	$(from_make) epochs
 
 doctor: ## what stands against a graph of your own training STEP, each with file and line
 	@./setup.sh core

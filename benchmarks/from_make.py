@@ -37,6 +37,7 @@ TARGETS = {
     "bench": (["benchmarks.run"], MEASURE),
     "measure": (["benchmarks.measure"], MEASURE),
     "census": (["benchmarks.census"], MEASURE),
+    "epochs": (["benchmarks.epochs"], MEASURE),
     "doctor": (["benchmarks.measure", "--doctor"], MEASURE),
     "host": (["benchmarks.host"], MEASURE),
     "watch": (["benchmarks.watch"], ()),

@@ -1,4 +1,4 @@
-"""What each rule says of one run file, a census too, and why.
+"""What each rule says of one run file, a census and epochs too, and why.
 
     python -m benchmarks.judge results/h200x1/gpt3-bench/20261125T212617Z-f31e7fb0.json
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from benchmarks import corrections
 from benchmarks.corrections import Corrections
-from graph_worth.harness import command, standing
+from graph_worth.harness import command, program_epochs, standing
 from graph_worth.harness.command import Mistake
 from graph_worth.harness.files import run_file
-from graph_worth.harness.files.facts import Census, Run
+from graph_worth.harness.files.facts import Epochs, Run
 from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS, Judged, judged
 from graph_worth.harness.pages.cells import NO_CEILING, counted, milliseconds
@@ -85,7 +85,9 @@ def work(args) -> int:
     known = corrections.read(args.path.parent)
     for fault in known.unread:
         print(fault, file=sys.stderr)
-    for run in content.runs if isinstance(content, Census) else [content]:
+    if isinstance(content, Epochs):
+        print(*map(printable, [*map(program_epochs.line_of, content.runs), *program_epochs.faults(content)]), sep="\n")
+    for run in run_file.runs_of(content):
         print("\n".join(map(printable, lines_of(run, known))))
     return 0
 

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from graph_worth.files import write_text
 from graph_worth.folders import ROOT
+from graph_worth.harness import program_epochs
 from graph_worth.harness.checks import FENCES
 from graph_worth.harness.command import parser_of
 from graph_worth.harness.files import run_file
-from graph_worth.harness.files.facts import Census, Run, digits, folder_of
-from graph_worth.harness.files.run_file import CENSUS
+from graph_worth.harness.files.facts import Census, Epochs, Run, digits, folder_of
+from graph_worth.harness.files.run_file import CENSUS, EPOCHS, Content, runs_of
 from graph_worth.harness.judge import Judged, judged
 from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.machine.source import last_commits, source_hash_of_commit
@@ -26,8 +27,12 @@ from graph_worth.text import printable
 
 # A run of few cycles adds a host or a size; its row says so and is no headline by itself.
 LEAST_CYCLES = 3
+# Of each program eager and graphed.
+LEAST_EPOCHS, LEAST_STEPS = 2, 100
 # How far back the source of a run is looked for.
 COMMITS = 50
+ON_A_CPU = "measured on a CPU, which says nothing about the speed of a GPU"
+UNKNOWN_SOURCE = "measured from a tree with changes, or of an unknown commit; commit first, then measure"
 # Names of folders and files are made of these, so none leads out of results/.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -65,7 +70,7 @@ def publish(path: Path, results: Path, as_is: bool = False) -> Path:
         raise NotPublished(f"{path}: {target} is published with other content; nothing is copied")
     if any(
         variant.sealed
-        for run in _runs_of(content)
+        for run in runs_of(content)
         for build in run.builds.values()
         for variant in build.variants.values()
     ):
@@ -75,22 +80,22 @@ def publish(path: Path, results: Path, as_is: bool = False) -> Path:
     return target
 
 
-def folders_of(content: Run | Census) -> tuple[str, str]:
-    """("h200x1", "gpt3-bench"), of what the run says of itself; ("h200x1", "census") of a census."""
+def folders_of(content: Content) -> tuple[str, str]:
+    """("h200x1", "gpt3-bench"), of what the run says of itself; ("h200x1", "census") of a census, and so "epochs"."""
     run = content.runs[0] if isinstance(content, Census) else content
     slug = Gpus(names=tuple(gpu.name for gpu in run.host.gpus)).slug
+    if isinstance(run, Epochs):
+        return f"{slug}x1", EPOCHS
     folder = CENSUS if isinstance(content, Census) else folder_of(run.model, run.preset, run.label)
     return f"{slug}x{run.ranks}", folder
 
 
-def _runs_of(content: Run | Census) -> list[Run]:
-    return content.runs if isinstance(content, Census) else [content]
-
-
-def why_not(content: Run | Census, as_is: bool = False) -> str:
+def why_not(content: Content, as_is: bool = False) -> str:
     """Return the reason why a file is no evidence, in a few words, or ""."""
     if isinstance(content, Run):
         return _why_not(content, as_is)
+    if isinstance(content, Epochs):
+        return _why_not_epochs(content, as_is)
     if not content.runs:
         return "a census without a run"
     if len({(run.host.boot, run.ranks) for run in content.runs}) > 1:
@@ -98,6 +103,23 @@ def why_not(content: Run | Census, as_is: bool = False) -> str:
     if not _WORD.fullmatch(content.id):
         return "its id cannot be the name of a file"
     return next(filter(None, (_why_not(run, as_is) for run in content.runs)), "")
+
+
+def _why_not_epochs(content: Epochs, as_is: bool) -> str:
+    if not content.host.gpus:
+        return ON_A_CPU
+    if not _WORD.fullmatch(content.id):
+        return "its id cannot be the name of a file"
+    if not is_committed(content.source):
+        return UNKNOWN_SOURCE
+    if min((run.steps for run in content.runs), default=0) < LEAST_STEPS:
+        return f"published epochs have at least {LEAST_STEPS} steps"
+    for program in dict.fromkeys(run.program for run in content.runs):
+        for form in ("eager", "graphed"):
+            number = len(program_epochs.of(content, program, form))
+            if number < LEAST_EPOCHS and not as_is:
+                return f"{program} has {number} whole {form} epochs, published files have at least {LEAST_EPOCHS}"
+    return "" if as_is else "; ".join(program_epochs.faults(content))
 
 
 def stopped(judged_build: Judged) -> list[str]:
@@ -110,11 +132,11 @@ def _why_not(run: Run, as_is: bool) -> str:
     if run.preset.startswith("tiny"):
         return f"preset {run.preset} shows that variants work, nothing about speed"
     if run.device != "cuda" or not run.host.gpus:
-        return "measured on a CPU, which says nothing about the speed of a GPU"
+        return ON_A_CPU
     if not all(_WORD.fullmatch(word) for word in (run.id, *folders_of(run))):
         return "its id, model, preset or label cannot be the name of a file"
     if not is_committed(run.source):
-        return "measured from a tree with changes, or of an unknown commit; commit first, then measure"
+        return UNKNOWN_SOURCE
     if not run.whole:
         return "it ended before all that was asked was measured; the same make bench goes on with it"
     if not run.builds:
@@ -145,7 +167,9 @@ def added(path: Path, results: Path) -> list[str]:
     from benchmarks.pages import tables
 
     content = run_file.read_all(path)
-    runs_with_path = [(path, run) for run in _runs_of(content)]
+    if isinstance(content, Epochs):
+        return [*map(program_epochs.line_of, content.runs)]
+    runs_with_path = [(path, run) for run in runs_of(content)]
     fenced = [text for _, run in runs_with_path for build in judged(run).values() for text in stopped(build)]
     published = frame.load(results)
     before = {(frame.where_of(row), row.variant, row.base): row for row in published.records()}

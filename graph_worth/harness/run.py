@@ -103,10 +103,9 @@ def _require_sound(begun: Partial) -> None:
 
 def _header(request, args) -> dict:
     env = request.host["env"]
-    boot = re.sub("[^0-9a-f]", "", (env["boot_id"] or "").lower())[:6].ljust(6, "0")
     return {
         "schema": run_file.SCHEMA,
-        "id": f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{boot}{secrets.token_hex(1)}",
+        "id": new_id(env),
         **{key: getattr(request, key) for key in ("model", "preset", "label", "flags", "ranks")},
         "source": {key: env[name] for key, name in SOURCE.items()} | {"clean": env["git_dirty"] is False},
         "begin_utc": partial.utc(),
@@ -120,6 +119,12 @@ def _header(request, args) -> dict:
             for build in request.builds
         },
     }
+
+
+def new_id(env: dict) -> str:
+    """Return the id of a run that begins now on the host of an environment."""
+    boot = re.sub("[^0-9a-f]", "", (env["boot_id"] or "").lower())[:6].ljust(6, "0")
+    return f"{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{boot}{secrets.token_hex(1)}"
 
 
 def settings_of(args: Options, preset: str) -> Settings:

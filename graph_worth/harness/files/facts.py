@@ -455,6 +455,46 @@ class Census(Struct, kw_only=True):
     runs: list[Run]
 
 
+class Epoch(Struct, kw_only=True):
+    """An epoch of a program of examples/programs, in a process of its own.
+
+    Attributes:
+        step: label of the runs in which `measure` timed the program's step.
+        epoch_s: with warm-up, captures, compiler, loader, logs and checkpoint. None where the program failed.
+        step_ms: of the steps after the 30th, with loader and logs.
+        busy_ms: in which the GPU works in a step; None on a CPU.
+        losses: of every tenth step.
+        raised: why it failed, or "".
+    """
+
+    program: Name
+    step: Name
+    form: Literal["eager", "graphed", "compile"]
+    round: Index
+    steps: Count
+    epoch_s: Amount | None = None
+    step_ms: Ms | None = None
+    busy_ms: Ms | None = None
+    replays: Whole = 0
+    losses: list[Finite | None] = field(default_factory=list)
+    raised: Text = ""
+
+
+class Epochs(Struct, kw_only=True):
+    """Epochs of real programs on one host. `others`: benchmarks on other GPUs of it, at most."""
+
+    schema: Index
+    epochs: Literal[True]
+    id: Name
+    source: dict
+    versions: dict
+    host: Host
+    begin_utc: Name
+    end_utc: Name
+    others: Index
+    runs: list[Epoch]
+
+
 def joined(build: str, apart: str) -> str:
     """Return the name of a build in a run: validate, or validate+compiled for variants that stand apart by a name."""
     return f"{build}+{apart}" if apart else build

@@ -10,10 +10,12 @@ from pathlib import Path
 import msgspec
 
 from graph_worth.harness.files import schema_3
-from graph_worth.harness.files.facts import Census, Index, Run
+from graph_worth.harness.files.facts import Census, Epochs, Index, Run
 from graph_worth.text import printable
 
-CENSUS = "census"
+CENSUS, EPOCHS = "census", "epochs"
+# What a file may hold.
+Content = Run | Census | Epochs
 SCHEMA = 4
 MAX_BYTES = 32 * 2**20
 # Of all runs of a file; each is compared with every other one on a page or in a figure.
@@ -31,18 +33,23 @@ class Damaged(ValueError):
 
 
 def read(path: Path) -> Run:
-    """Return the run in a file; raise Damaged as `read_all` does, and for a census."""
+    """Return the run in a file; raise Damaged as `read_all` does, and for a census or epochs."""
     content = read_all(path)
-    if isinstance(content, Census):
-        raise Damaged(f"{path}: a census of {len(content.runs)} runs, not one run")
+    if not isinstance(content, Run):
+        raise Damaged(f"{path}: {type(content).__name__.lower()} of {len(content.runs)} runs, not one run")
     return content
 
 
-def read_all(path: Path) -> Run | Census:
-    """Return the run, or the census, in a file.
+def runs_of(content: Content) -> list[Run]:
+    """Return the runs in a file: its run, those of a census, none of epochs."""
+    return [content] if isinstance(content, Run) else content.runs if isinstance(content, Census) else []
+
+
+def read_all(path: Path) -> Content:
+    """Return the run, the census, or the epochs, in a file.
 
     Raises:
-        Damaged: the file holds neither, is too large, or is of another schema.
+        Damaged: the file holds none of them, is too large, or is of another schema.
     """
     try:
         if not path.is_file() or path.is_symlink():
@@ -62,10 +69,15 @@ def read_all(path: Path) -> Run | Census:
 class _Head(msgspec.Struct):
     schema: Index
     census: bool = False
+    epochs: bool = False
 
 
-def parsed(data: bytes) -> Run | Census:
-    """Return the run, or the census, that the bytes of a file hold.
+def _type_of(head: _Head) -> type[Content]:
+    return Census if head.census else Epochs if head.epochs else Run
+
+
+def parsed(data: bytes) -> Content:
+    """Return the run, the census, or the epochs, that the bytes of a file hold.
 
     Raises:
         ValueError: they hold none; the text names the place.
@@ -73,27 +85,28 @@ def parsed(data: bytes) -> Run | Census:
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.schema == schema_3.SCHEMA:
-            content: Run | Census = msgspec.convert(schema_3.upgraded(msgspec.json.decode(data)), Run)
+            content: Content = msgspec.convert(schema_3.upgraded(msgspec.json.decode(data)), Run)
         elif head.schema != SCHEMA:
             raise ValueError(f"schema {head.schema}, this version reads {schema_3.SCHEMA} and {SCHEMA}")
-        elif head.census:
-            content = msgspec.json.decode(data, type=Census)
         else:
-            content = msgspec.json.decode(data, type=Run)
+            content = msgspec.json.decode(data, type=_type_of(head))
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"no whole JSON: {error}") from None
-    every = content.runs if isinstance(content, Census) else [content]
+    every = runs_of(content)
     number = sum(len(build.variants) for run in every for build in run.builds.values())
     if number > MAX_VARIANTS:
         raise ValueError(f"{number:,} variants, a run file has at most {MAX_VARIANTS}")
     for run in every:
         _require_sound(run)
+    if isinstance(content, Epochs):
+        _require_printable([content.id, *(text for run in content.runs for text in (run.program, run.step))])
+        _require_small([content.source, content.versions, content.host.variables, content.host.slurm])
     return content
 
 
-def as_bytes(run: Run | Census) -> bytes:
+def as_bytes(run: Content) -> bytes:
     """Return the content of a file."""
     return msgspec.json.encode(run) + b"\n"
 
@@ -117,8 +130,7 @@ def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
         paths += [Path(folder, name) for name in names]
     for path in sorted(paths):
         try:
-            content = read_all(path)
-            runs += [(path, run) for run in (content.runs if isinstance(content, Census) else [content])]
+            runs += [(path, run) for run in runs_of(read_all(path))]
         except Damaged as error:
             faults.append(str(error))
     return runs, faults
@@ -133,9 +145,7 @@ def _require_sound(run: Run) -> None:
     names = [run.id, run.model, run.preset, run.label, run.control, run.unit, run.begin_utc, *run.builds]
     names += [gpu.name for gpu in run.host.gpus] + [run.host.boot or ""]
     names += [name for build in run.builds.values() for name in (build.anchor, *build.variants)]
-    for name in names:
-        if not name.isprintable():
-            raise ValueError(f"{name!a} is no name that can be printed")
+    _require_printable(names)
     values: list = [run.source, run.versions, run.host.variables, run.host.slurm]
     for build in run.builds.values():
         values += [build.config, build.fields]
@@ -156,6 +166,12 @@ def _require_sound(run: Run) -> None:
                 raise ValueError(f"{name} has a block without steps")
             if any(block.classes and len(block.classes) != len(block.step_ms) for block in variant.blocks):
                 raise ValueError(f"{name} has a block whose classes are not those of its steps")
+
+
+def _require_printable(names) -> None:
+    for name in names:
+        if not name.isprintable():
+            raise ValueError(f"{name!a} is no name that can be printed")
 
 
 def _require_small(value) -> None:
