@@ -13,6 +13,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: roofline -->    how far graphs lie from the launch roofline
     <!-- table: lengths -->     RNN-T with changing lengths, host by host
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
+    <!-- table: epochs -->      real programs with loader, logs and checkpoint
     <!-- end -->
 """
 
@@ -29,7 +30,7 @@ from pandas import DataFrame
 
 from benchmarks import frame
 from benchmarks.frame import Results, Row
-from benchmarks.pages import headlines, memory_table, operator_page, published, roofline, scopes, tables
+from benchmarks.pages import epochs_table, headlines, memory_table, operator_page, published, roofline, scopes, tables
 from benchmarks.pages.headlines import Gain, Headline
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.tables import TWO
@@ -363,5 +364,6 @@ _TABLES: dict[str, Callable[[Results, Path, str], str]] = {
     "memory": memory_table.markdown,
     "roofline": roofline.markdown,
     "lengths": _lengths,
+    "epochs": epochs_table.markdown,
     "nvidia": _nvidia,
 }

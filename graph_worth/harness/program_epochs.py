@@ -14,6 +14,11 @@ def of(content: Epochs, program: str, form: str) -> list[Epoch]:
     return [run for run in content.runs if (run.program, run.form, run.raised) == (program, form, "")]
 
 
+def numbers(content: Epochs, program: str, form: str, name: str) -> list[float]:
+    """Return a number of each of these epochs that has it: epoch_s, step_ms or busy_ms."""
+    return [value for run in of(content, program, form) if (value := getattr(run, name)) is not None]
+
+
 def apart(content: Epochs, program: str, form: str) -> float:
     """Return the largest relative difference of a form's losses, of all rounds, from those of eager's first epoch."""
     reference = next((run.losses for run in of(content, program, "eager")), [])
