@@ -59,11 +59,11 @@ def epoch(turn: tuple[int, str, str], steps: int, log: Path, environment: dict) 
     command_words = [sys.executable, "-m", f"examples.programs.{words[0]}", *words[1:], "--form", form]
     before = log.stat().st_size if log.exists() else 0
     status = supervisor.run_logged([*command_words, "--steps", str(steps)], log, LIMIT_S, environment)
-    lines = log.read_bytes()[before:].decode(errors="replace").split("\n")
-    printed = [line for line in lines if line.strip()]
+    printed = [line for line in log.read_bytes()[before:].decode(errors="replace").split("\n") if line.strip()]
+    numbers = [json.loads(line) for line in printed if line.startswith('{"epoch_s"')]
     fields = {"program": program, "step": step, "form": form, "round": number, "steps": steps}
-    if status == 0 and printed:
-        fields |= json.loads(printed[-1])
+    if status == 0 and numbers:
+        fields |= numbers[-1]
     else:
         last = partial.prose_without_folders(printed[-1]) if printed else ""
         fields["raised"] = (f"longer than {LIMIT_S:.0f} s" if status is None else f"status {status}: {last}")[:400]
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> int:
         "epochs": True,
         "id": run_id,
         "source": {key: env[name] for key, name in SOURCE.items()} | {"clean": env["git_dirty"] is False},
-        "versions": {name: _version(name) for name in PACKAGES} | {"python": env["python"]},
+        "versions": {"python": env["python"]} | _versions(),
         "host": host | {"boot": env["boot_id"], "cores": len(os.sched_getaffinity(0)), "gpus": found_gpus},
         "begin_utc": begin_utc,
         "end_utc": partial.utc(),
@@ -114,19 +114,16 @@ def measure(args: argparse.Namespace) -> int:
     return 1 if faults or any(run.raised for run in runs) else 0
 
 
-def _version(name):
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def _versions():
+    return {package.name: package.version for package in metadata.distributions() if package.name in PACKAGES}
 
 
 def parse(argv=None) -> argparse.Namespace:
     """Return the command line. Mistakes end the program with one line."""
     parser = command.parser_of("epochs", "Epochs of real programs, eager, graphed and compiled.")
     add = parser.add_argument
-    add("--programs", metavar="A,B", type=_names_of(PROGRAMS), default=list(PROGRAMS), help=f"{', '.join(PROGRAMS)}")
-    add("--forms", metavar="A,B", type=_names_of(FORMS), default=list(FORMS), help=", ".join(FORMS))
+    add("--programs", nargs="+", choices=PROGRAMS, default=[*PROGRAMS], help="some of them (all)")
+    add("--forms", nargs="+", choices=FORMS, default=FORMS, help="some of them (all)")
     add("--steps", metavar="N", type=positive, default=STEPS, help=f"of an epoch ({STEPS})")
     add("--rounds", metavar="N", type=positive, default=ROUNDS, help=f"epochs of each form ({ROUNDS})")
     add("--minutes", metavar="M", type=amount, default=LIMIT_MINUTES, help=f"begin none late ({LIMIT_MINUTES:g})")
@@ -134,21 +131,11 @@ def parse(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _names_of(known):
-    def names(text):
-        words = command.words_of(text)
-        unknown = sorted({*words} - {*known})
-        if unknown or not words:
-            raise argparse.ArgumentTypeError(f"{text!r}: takes some of {', '.join(known)}")
-        return words
-
-    return names
-
-
 def main(argv=None) -> int:
     """Run the program; return its exit status."""
     args = parse(argv)
-    return command.exit_status("python -m benchmarks.epochs", lambda: measure(args), (locks.GpuBusy,))
+    stopped = "\nstopped; no file was written"
+    return command.exit_status("python -m benchmarks.epochs", lambda: measure(args), (locks.GpuBusy,), stopped)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def why_not(content: Content, as_is: bool = False) -> str:
     if isinstance(content, Run):
         return _why_not(content, as_is)
     if isinstance(content, Epochs):
-        return _why_not_epochs(content, as_is)
+        return _why_not_epochs(content)
     if not content.runs:
         return "a census without a run"
     if len({(run.host.boot, run.ranks) for run in content.runs}) > 1:
@@ -105,21 +105,21 @@ def why_not(content: Content, as_is: bool = False) -> str:
     return next(filter(None, (_why_not(run, as_is) for run in content.runs)), "")
 
 
-def _why_not_epochs(content: Epochs, as_is: bool) -> str:
+def _why_not_epochs(content: Epochs) -> str:
     if not content.host.gpus:
         return ON_A_CPU
     if not _WORD.fullmatch(content.id):
         return "its id cannot be the name of a file"
     if not is_committed(content.source):
         return UNKNOWN_SOURCE
-    if min((run.steps for run in content.runs), default=0) < LEAST_STEPS:
-        return f"published epochs have at least {LEAST_STEPS} steps"
+    if not content.runs:
+        return "it holds no epoch"
     for program in dict.fromkeys(run.program for run in content.runs):
         for form in ("eager", "graphed"):
-            number = len(program_epochs.of(content, program, form))
-            if number < LEAST_EPOCHS and not as_is:
-                return f"{program} has {number} whole {form} epochs, published files have at least {LEAST_EPOCHS}"
-    return "" if as_is else "; ".join(program_epochs.faults(content))
+            number = sum(run.steps >= LEAST_STEPS for run in program_epochs.of(content, program, form))
+            if number < LEAST_EPOCHS:
+                return f"{program} {form}: {number} epochs of {LEAST_STEPS} steps, a published file has {LEAST_EPOCHS}"
+    return "; ".join(program_epochs.faults(content))
 
 
 def stopped(judged_build: Judged) -> list[str]:

@@ -13,12 +13,6 @@ from graph_worth.harness.files.facts import Epochs
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages.cells import cell, counted, percent, span, with_span
 
-TITLES = {
-    "gpt2_trainer": "GPT-2 (124M), Trainer",
-    "nanogpt_lightning": "nanoGPT, Lightning",
-    "nanogpt": "nanoGPT, its loop",
-    "muon": "Muon, its loop",
-}
 FORMS = {"eager": "eager", "graphed": "graphed", "compile": "compiled"}
 COLUMNS = [
     "Program",
@@ -77,7 +71,7 @@ def _cells(results, content, program):
         (step,) = {run.step for run in content.runs if run.program == program}
         known = ({"busy": statistics.median(busy)} if busy else {}) | _measured(results, content, step)
         texts += [f"{name} {cell(value)} ({100 * (ms['graphed'] / value - 1):+.1f} %)" for name, value in known.items()]
-    return [TITLES.get(program, program), *seconds, *steps, ", ".join(texts)]
+    return [program, *seconds, *steps, ", ".join(texts)]
 
 
 def _span(numbers, form):

@@ -8,9 +8,7 @@ import torch
 
 from graph_worth.measuring.kernel_trace import Profile, facts, profiled
 
-FORMS = "eager", "graphed", "compile"
-STEPS, STEADY_FROM = 100, 30
-NUM_HEAT, NUM_PROFILED = 20, 5
+STEADY_FROM, NUM_HEAT, NUM_PROFILED = 30, 20, 5
 
 
 class Clock:
@@ -20,16 +18,14 @@ class Clock:
         num_batches: of the epoch. On a GPU the last 25 heat it up and are profiled, and their seconds do not count.
     """
 
-    def __init__(self, **flags):
+    def __init__(self, models=("",)):
         parser = argparse.ArgumentParser()
-        parser.add_argument("--form", choices=FORMS, default="eager")
-        parser.add_argument("--steps", type=int, default=STEPS)
-        for name, values in flags.items():
-            parser.add_argument(f"--{name}", choices=values, default=values[0])
-        self.args = parser.parse_args()
-        self.form, self.steps = self.args.form, self.args.steps
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.on_gpu = self.device.type == "cuda"
+        parser.add_argument("--model", choices=models, default=models[0])
+        parser.add_argument("--form", choices=("eager", "graphed", "compile"), default="eager")
+        parser.add_argument("--steps", type=int, default=100)
+        self.model, self.form, self.steps = vars(parser.parse_args()).values()
+        self.on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda" if self.on_gpu else "cpu")
         self.num_batches = self.steps + (NUM_HEAT + NUM_PROFILED) * self.on_gpu
         self._count, self._steady_from = 0, min(STEADY_FROM, self.steps // 2)
         self._profile = Profile()
@@ -61,4 +57,4 @@ class Clock:
         steady_ms = 1e3 * (self._end_s - self._steady_s) / (self.steps - self._steady_from)
         busy_ms = facts(self._profile.events, NUM_PROFILED)["busy_ms"]
         numbers = {"epoch_s": seconds, "step_ms": steady_ms, "busy_ms": busy_ms, "replays": replays, "losses": losses}
-        print(json.dumps({"form": self.form, "steps": self.steps, **numbers}), flush=True)
+        print(json.dumps(numbers), flush=True)

@@ -5,11 +5,11 @@ python -m examples.programs.gpt2_trainer --form graphed
 
 import tempfile
 
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from examples.programs.clock import Clock
-from examples.programs.plain_loop import tokens_like
+from examples.programs.plain_loop import data_like
+from examples.steps.gpt2_transformers import build
 from graph_worth import one_stream
 from graph_worth.transformers import GraphedTrainer
 
@@ -25,15 +25,12 @@ class Ticks(TrainerCallback):
 def main(clock, folder):
     if clock.form == "graphed":
         one_stream()
-    torch.manual_seed(0)
-    tiny = {"vocab_size": 256, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(**({} if clock.on_gpu else tiny), bos_token_id=0, eos_token_id=0, use_cache=False)
-    size, length = (8, 256) if clock.on_gpu else (4, 32)
-    rows = tokens_like((clock.num_batches * size, length), config.vocab_size)
+    _, batches, (model, _) = build(clock.device)
+    rows = [{"input_ids": row, "labels": row} for row in data_like(batches[0], clock.num_batches)]
     args = TrainingArguments(
         folder,
         num_train_epochs=1,
-        per_device_train_batch_size=size,
+        per_device_train_batch_size=len(batches[0]),
         bf16=True,
         learning_rate=6e-4,
         weight_decay=0.1,
@@ -47,12 +44,11 @@ def main(clock, folder):
         use_cpu=not clock.on_gpu,
     )
     kind = GraphedTrainer if clock.form == "graphed" else Trainer
-    dataset = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = kind(GPT2LMHeadModel(config), args, train_dataset=dataset, callbacks=[Ticks(clock)])
+    trainer = kind(model, args, train_dataset=rows, callbacks=[Ticks(clock)])
     clock.begin()
     trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    clock.end([float(loss) for loss in losses], getattr(trainer, "num_replays", 0))
+    losses = [float(row["loss"]) for row in trainer.state.log_history if "loss" in row]
+    clock.end(losses, getattr(trainer, "num_replays", 0))
 
 
 if __name__ == "__main__":

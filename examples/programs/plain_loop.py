@@ -13,34 +13,33 @@ from examples.programs.clock import Clock
 from graph_worth import graphed, one_stream
 
 
-def tokens_like(shape, vocabulary):
-    """Return made tokens, of which some are more frequent, so that there is something to learn."""
-    return (torch.rand(shape) ** 3 * vocabulary).long()
+def data_like(batch, number):
+    """Return the rows of so many batches: noise, or tokens of which some are frequent, so that a model can learn."""
+    shape = number * len(batch), *batch.shape[1:]
+    return (
+        torch.randn(shape) if batch.is_floating_point() else (torch.rand(shape) ** 3 * (1 + batch.max().item())).long()
+    )
 
 
-def loader_of(data, batch_size, device):
-    """Return a loader that takes whole batches from a tensor, in processes of its own."""
-    sampler = BatchSampler(RandomSampler(data), batch_size, drop_last=True)
-    pinned = device.type == "cuda"
-    return DataLoader(TensorDataset(data), sampler=sampler, batch_size=None, num_workers=2, pin_memory=pinned)
+def loader_like(batch, clock):
+    """Return a loader whose processes take whole batches."""
+    data = TensorDataset(data_like(batch, clock.num_batches))
+    sampler = BatchSampler(RandomSampler(data), len(batch), drop_last=True)
+    return DataLoader(data, sampler=sampler, batch_size=None, num_workers=2, pin_memory=clock.on_gpu)
 
 
 def main(clock, folder):
     if clock.form == "graphed":
         one_stream()
     device = clock.device
-    train, (batch, *_), owned = import_module(f"examples.steps.{clock.args.model}").build(device)
-    shape = clock.num_batches * len(batch), *batch.shape[1:]
-    data = torch.randn(shape) if batch.is_floating_point() else tokens_like(shape, 65)
-    loader, losses = loader_of(data, len(batch), device), []
+    train, batches, owned = import_module(f"examples.steps.{clock.model}").build(device)
+    loader, losses = loader_like(batches[0], clock), []
     if clock.form == "compile":
         owned[0].compile()
 
     def step(batch):
-        (rows,) = batch
-        return train(rows.to(device, non_blocking=True))
+        return train(batch[0].to(device, non_blocking=True))
 
-    eager = step
     if clock.form == "graphed":
         step = graphed(step, owned)
     clock.begin()
@@ -50,9 +49,9 @@ def main(clock, folder):
             losses.append(loss.item())
         clock.step()
     torch.save([part.state_dict() for part in owned], f"{folder}/checkpoint.pt")
-    clock.end(losses, 0 if step is eager else step.replays)
+    clock.end(losses, getattr(step, "replays", 0))
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        main(Clock(model=("nanogpt", "muon")), folder)
+        main(Clock(("nanogpt", "muon")), folder)

@@ -53,9 +53,8 @@ def test_a_graphed_program_trains_as_the_eager_one(program, monkeypatch, capsys,
     numbers = {}
     for form in ("eager", "graphed"):
         monkeypatch.setattr(sys, "argv", [name, *flags, "--form", form, "--steps", "20"])
-        choices = {"model": ("nanogpt", "muon")} if flags else {}
         (tmp_path / form).mkdir()
-        module.main(module.Clock(**choices), str(tmp_path / form))
+        module.main(module.Clock(("nanogpt", "muon")), str(tmp_path / form))
         numbers[form] = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert [*(tmp_path / form).rglob("*.pt"), *(tmp_path / form).rglob("*.ckpt")], "no checkpoint"
     eager, graph = numbers["eager"], numbers["graphed"]
@@ -76,7 +75,7 @@ def test_losses_that_are_not_eagers_are_faults():
 
 
 def test_forms_take_turns_and_compiled_epochs_end_a_later_round():
-    args = epochs.parse(["--programs", "muon,nanogpt"])
+    args = epochs.parse(["--programs", "muon", "nanogpt"])
     order = [f"{number} {program} {form}" for number, program, form in epochs.turns(args)]
     assert order[:4] == ["0 muon eager", "0 muon graphed", "0 muon compile", "0 nanogpt eager"]
     assert order[6:8] == ["1 muon graphed", "1 muon eager"]
@@ -94,7 +93,7 @@ def test_a_program_that_fails_is_in_the_file_with_its_last_line(tmp_path, monkey
     assert judge.main([str(path)]) == 0 and "gone eager 1: failed" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         epochs.main(["--programs", "nope"])
-    assert "argument --programs: 'nope': takes some of gpt2_trainer" in capsys.readouterr().err
+    assert "argument --programs: invalid choice: 'nope'" in capsys.readouterr().err
 
 
 def test_epochs_are_published_beside_runs_and_are_none(tmp_path, monkeypatch, capsys):
@@ -114,10 +113,10 @@ def test_epochs_are_published_beside_runs_and_are_none(tmp_path, monkeypatch, ca
     [
         (content(gpu=""), "on a CPU"),
         (content(id="../x"), "cannot be the name of a file"),
-        (content(epoch("eager", 2, steps=99)), "at least 100 steps"),
-        (content(runs=[epoch("eager"), epoch("eager", 1), epoch("graphed")]), "1 whole graphed epochs"),
+        (content(runs=[epoch(form, 0, steps=99) for form in ("eager", "graphed")] * 2), "eager: 0 epochs of 100 steps"),
+        (content(runs=[epoch("eager"), epoch("eager", 1), epoch("graphed")]), "graphed: 1 epochs of 100 steps"),
         (content(epoch("graphed", 2, losses=[9.0, 2.0, 1.0])), "losses differ by 200.0 %"),
-        (content(runs=[]), "at least 100 steps"),
+        (content(runs=[]), "it holds no epoch"),
     ],
 )
 def test_epochs_that_are_no_evidence_are_refused(file, said, monkeypatch):

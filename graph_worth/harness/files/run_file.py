@@ -72,10 +72,6 @@ class _Head(msgspec.Struct):
     epochs: bool = False
 
 
-def _type_of(head: _Head) -> type[Content]:
-    return Census if head.census else Epochs if head.epochs else Run
-
-
 def parsed(data: bytes) -> Content:
     """Return the run, the census, or the epochs, that the bytes of a file hold.
 
@@ -89,7 +85,8 @@ def parsed(data: bytes) -> Content:
         elif head.schema != SCHEMA:
             raise ValueError(f"schema {head.schema}, this version reads {schema_3.SCHEMA} and {SCHEMA}")
         else:
-            content = msgspec.json.decode(data, type=_type_of(head))
+            kind: type[Content] = Census if head.census else Epochs if head.epochs else Run
+            content = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
