@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from benchmarks import epochs, frame, judge, publish
 from benchmarks.pages import epochs_table
+from examples.programs import clock
 from graph_worth.harness import program_epochs
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Epoch, Epochs, Gpu, Host
@@ -146,3 +147,29 @@ def test_the_table_has_epochs_steps_and_graphed_beside_busy_and_measure(tmp_path
     assert "measure on another host 2.00 (+100.0 %)" in epochs_table.markdown(
         frame.load(tmp_path), tmp_path / "page.md"
     )
+
+
+def test_the_last_batches_of_a_gpu_are_profiled_and_their_time_does_not_count(monkeypatch, capsys):
+    turns, seconds = [], iter(range(100))
+
+    def profiled(profile, num_steps, num_heat_steps):
+        for number in range(num_heat_steps + num_steps):
+            turns.append(number)
+            yield
+        turns.append("end")
+
+    monkeypatch.setattr(sys, "argv", ["program", "--steps", "4"])
+    monkeypatch.setattr(clock, "profiled", profiled)
+    monkeypatch.setattr(clock.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(clock.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(clock.torch.cuda, "synchronize", lambda: None)
+    ticks = clock.Clock()
+    ticks.begin()
+    for number in range(ticks.num_batches):
+        assert "end" not in turns and (number < 4) == (turns == [])
+        ticks.step()
+    ticks.end([1.0])
+    assert turns == [*range(25), "end"]
+    # Readings: 0 at the begin, 1 after two steps, 2 after four, 28 after the profile, 29 at the end.
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["epoch_s"], numbers["step_ms"]) == (3, 500)
