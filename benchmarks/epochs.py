@@ -92,6 +92,7 @@ def measure(args: argparse.Namespace) -> int:
             others = max(others, locks.num_others())
             longest_s = max(longest_s, time.monotonic() - start_s)
             print(printable(program_epochs.line_of(runs[-1])), flush=True)
+    versions = {package.name: package.version for package in metadata.distributions() if package.name in PACKAGES}
     found_gpus = [{"name": name, "uuid": uuid} for name, uuid in zip(gpus.names[:1], gpus.uuids[:1], strict=True)]
     host = {key: env[key] for key in ("host", "cpu", "variables", "slurm", "driver")}
     fields = {
@@ -99,7 +100,7 @@ def measure(args: argparse.Namespace) -> int:
         "epochs": True,
         "id": run_id,
         "source": {key: env[name] for key, name in SOURCE.items()} | {"clean": env["git_dirty"] is False},
-        "versions": {"python": env["python"]} | _versions(),
+        "versions": versions | {"python": env["python"]},
         "host": host | {"boot": env["boot_id"], "cores": len(os.sched_getaffinity(0)), "gpus": found_gpus},
         "begin_utc": begin_utc,
         "end_utc": partial.utc(),
@@ -112,10 +113,6 @@ def measure(args: argparse.Namespace) -> int:
     faults = program_epochs.faults(content)
     print(*map(printable, faults), f"{shown(path)}  ({time.monotonic() - begin_s:.0f} s)", sep="\n")
     return 1 if faults or any(run.raised for run in runs) else 0
-
-
-def _versions():
-    return {package.name: package.version for package in metadata.distributions() if package.name in PACKAGES}
 
 
 def parse(argv=None) -> argparse.Namespace:

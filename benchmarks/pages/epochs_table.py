@@ -61,21 +61,20 @@ def _cells(results, content, program):
         for name in ("epoch_s", "step_ms")
     )
     failures = {run.form: f"failed: {run.raised[:60]}" for run in content.runs if run.program == program and run.raised}
-    seconds = [_span(epoch_s[form], ".1f") or failures.get(form, "") for form in FORMS]
+    seconds = [
+        span(min(epoch_s[form], default=None), max(epoch_s[form], default=None), ".1f") or failures.get(form, "")
+        for form in FORMS
+    ]
     ms = {form: statistics.median(times) for form, times in step_ms.items() if times}
     steps = [with_span(ms[form], min(step_ms[form]), max(step_ms[form])) if form in ms else "" for form in FORMS]
     texts = []
     if "eager" in ms and "graphed" in ms:
         texts.append(f"{ms['eager'] / ms['graphed']:.2f}x")
         busy = program_epochs.numbers(content, program, "graphed", "busy_ms")
-        (step,) = {run.step for run in content.runs if run.program == program}
+        step = next(run.step for run in content.runs if run.program == program)
         known = ({"busy": statistics.median(busy)} if busy else {}) | _measured(results, content, step)
         texts += [f"{name} {cell(value)} ({100 * (ms['graphed'] / value - 1):+.1f} %)" for name, value in known.items()]
     return [program, *seconds, *steps, ", ".join(texts)]
-
-
-def _span(numbers, form):
-    return span(min(numbers), max(numbers), form) if numbers else ""
 
 
 def _measured(results, content, step):

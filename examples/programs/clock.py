@@ -38,7 +38,7 @@ class Clock:
 
     def begin(self):
         """Begin the epoch: model and data are there, and nothing has run."""
-        self._begin_s = self._now()
+        self._begin_s = self._steady_s = self._now()
 
     def step(self):
         """Note that a step was made."""
