@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.figures import rank_variation, style
+from benchmarks.figures import style
 from benchmarks.figures.style import FAINT, INK, SMALL, NotDrawn, Page
 from benchmarks.frame import Results
 from benchmarks.pages import headlines, roofline
@@ -101,4 +101,4 @@ def _legend(page: Page, parts: Sequence[tuple[str, str, str, float]]) -> None:
         axes.text(column * width + 0.25, ROW * (row + 0.5), text, va="center", fontsize=SMALL)
 
 
-FIGURES: dict[str, Callable[[Results], Page]] = {"roofline": draw, "ranks": rank_variation.ranks}
+FIGURES: dict[str, Callable[[Results], Page]] = {"roofline": draw}

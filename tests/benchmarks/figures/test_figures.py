@@ -190,26 +190,6 @@ def test_the_grid_lies_below_the_marks():
             assert axes.get_axisbelow() is True
 
 
-def test_bars_of_several_ranks_go_from_the_5th_to_the_95th_percentile(tmp_path):
-    steps = {"eager": [8.0, *[10.0] * 18, 14.0], "graph_layer": [9.9, *[10.0] * 18, 10.1]}
-    run = made_run(ranks=2, cycles=5)
-    for name, ms in steps.items():
-        for block in run.builds[""].variants[name].blocks:
-            block.step_ms = ms
-    write(run, tmp_path / "h200x2/gpt3-bench")
-    put(tmp_path, 1)  # one rank has no bar
-    page = page_of(tmp_path, "ranks")
-    mean = sum(steps["eager"]) / 20
-    bars = [line.get_xdata() for line in page.figure.axes[0].lines]
-    assert bars == [pytest.approx([10 / mean, 10 / mean]), pytest.approx([1.0, 1.0])]
-    for block in run.builds[""].variants["eager"].blocks:
-        block.step_ms = [8.0] * 4 + [10.0] * 12 + [14.0] * 4
-    write(run, tmp_path / "h200x2/gpt3-bench")
-    page = page_of(tmp_path, "ranks")
-    assert list(page.figure.axes[0].lines[0].get_xdata()) == pytest.approx([8 / 10.4, 14 / 10.4])
-    assert page.title == "On several GPUs an eager step varies by up to 75 %, a graph's by up to 0 %"
-
-
 def test_runs_on_a_cpu_are_not_drawn(tmp_path, capsys):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "roofline.svg").write_text("of yesterday")
