@@ -6,6 +6,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: front -->       graph and eager of each workload over all hosts
     <!-- table: needs -->       memory, minutes and versions of the runs
     <!-- table: trust -->       hosts, controls, ceilings and failures, in a line each
+    <!-- table: row gpt3 -->    the gain of a model's headline graph, in a line
     <!-- table: model gpt3 -->  the variants of a model on GPUs beside their bases
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
     <!-- table: scopes -->      Megatron's scopes beside the variants here; "scopes llama31": all of one model
@@ -254,6 +255,17 @@ def _model(results, page, argument):
     return table + (f"\n\nWithout a number:\n\n{left}" if left else "")
 
 
+def _row(results, page, argument):
+    """Return a line for each headline of a model: its graph, its gain and its hosts."""
+    lines = [line for line in headlines.of(results) if line.page.parent.name == argument]
+    gains = [
+        f"**`{line.variant}`** of {in_markdown(line.words)} gained "
+        f"{in_markdown('; '.join(gain.text for gain in line.gains))}. Hosts: {in_markdown(line.hosts_text)}."
+        for line in lines
+    ]
+    return "\n\n".join(gains) or NOTHING
+
+
 def _lengths(results, page, argument):
     """RNN-T with changing lengths: padding to buckets and the graph of each pair of buckets, on each host."""
     names, workload = ["host", "variant", "base_ms", "ms", "archived"], ["rnnt", "bench_lengths", ""]
@@ -357,6 +369,7 @@ _TABLES: dict[str, Callable[[Results, Path, str], str]] = {
     "front": front,
     "needs": _needs,
     "trust": _trust,
+    "row": _row,
     "model": _model,
     "decide": _decide,
     "scopes": scopes.markdown,
