@@ -1,4 +1,4 @@
-"""What published runs and pages say wrongly: results/corrections.toml, from which overview.py makes a page.
+"""Corrections of published runs and pages: results/corrections.toml, from which overview.py makes a page.
 
 Its tables:
 

@@ -1,4 +1,4 @@
-"""What each rule says of one run file, a census and epochs too, and why.
+"""Print the result of each rule for one run file, also of a census or of epochs, with the reason.
 
     python -m benchmarks.judge results/h200x1/gpt3-bench/20261125T212617Z-f31e7fb0.json
 

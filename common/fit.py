@@ -1,4 +1,4 @@
-"""What fits: a shape into memory, widths into tensor ranks; and the flags that are to blame where they do not.
+"""Checks that a shape fits into memory and widths into tensor ranks. An error names the flags to change.
 
 Given flags go back to their preset's values, one after the other, until the shape fits.
 """

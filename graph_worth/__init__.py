@@ -1,4 +1,4 @@
-"""What CUDA graphs are worth in training: the instrument that measures it, for this suite's scripts and for your own.
+"""Measures how much CUDA graphs gain in training, in this suite's scripts and in yours.
 
     from graph_worth import Pool, session, variant
 

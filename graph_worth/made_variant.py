@@ -50,7 +50,7 @@ def synchronize():
 
 @dataclass(kw_only=True)
 class Capture:
-    """How a variant captured: strategy in words, the pools of its graphs, and what `timed` fills.
+    """Facts of a variant's capture: the strategy in words, the pools of its graphs, and the fields that `timed` fills.
 
     Wall seconds; memory: "warmup", "compile" or "capture" -> what `memory.noted` says, on a GPU; report:
     what the file of a run holds of it besides, as JSON has it. state, device: of the training.

@@ -41,7 +41,7 @@ def require_capturable(num_ranks: int, scope: str, environment=os.environ) -> No
 
 
 class Exchange:
-    """How the experts get their rows. Without ranks and static buffers a layer does without it.
+    """Brings rows to their experts and back. A layer without ranks and static buffers needs none.
 
     most_rows: int32 [1], the most rows of a layer for one rank since a pass with static buffers began.
     """

@@ -10,7 +10,7 @@ from graph_worth.measuring.operator_table import AGAINST, INSTEAD, PASSES, meani
 
 
 def markdown(results: Results, page: Path, argument: str = "") -> str:
-    """How many operators a graph holds, a line for each with a call in its place, and the names of the others."""
+    """Return the counts of operators, a line for each refused one that has a replacement, and the names of the rest."""
     newest_file = newest(results.root)
     if newest_file is None:
         return "Not measured on a GPU yet."

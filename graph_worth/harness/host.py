@@ -1,4 +1,4 @@
-"""How fast this host issues work: microseconds of a call, quiet and beside busy processes, in ten seconds.
+"""Measures how fast this host issues work, in ten seconds: microseconds a call, quiet and beside busy processes.
 
     python -m benchmarks.host
     python -m benchmarks.host --python PATH --json

@@ -131,7 +131,7 @@ class Judged:
         return None
 
     def _is_same_program(self, name: str) -> bool:
-        """Whether a graph has about as many kernels as the program that it captures: only then a ceiling bounds it."""
+        """Return True if a graph has about the kernels of the program that it captures, so that a ceiling bounds it."""
         programs = [self.build.variants[known] for known in (name, self.uncaptured(name)) if known]
         kernels = [variant.profile.kernels or 0.0 for variant in programs]
         return max(kernels) <= (1 + SAME_PROGRAM) * min(kernels)

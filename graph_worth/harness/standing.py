@@ -1,4 +1,4 @@
-"""How the numbers of a run count: quiet and unknown ones make the headline, those beside other work stand beside it.
+"""Decides how a run counts: quiet and unknown runs make the headline, and runs beside other work stand next to it.
 
 Pure functions over facts, as in `judge`. docs/method.md has the rule in words.
 """
@@ -28,7 +28,7 @@ class Correction(NamedTuple):
 
 @dataclass(frozen=True)
 class Standing:
-    """How a build of a run counts.
+    """The standing of a build of a run.
 
     Attributes:
         kind: QUIET; UNKNOWN, which counts and is marked; BESIDE other work; ASIDE, in no range, for `reasons`.

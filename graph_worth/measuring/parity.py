@@ -25,7 +25,7 @@ def require_finite(losses: Sequence[float]) -> None:
 
 @dataclass(frozen=True)
 class ParityOfRuns:
-    """How near two courses are.
+    """Differences between two courses of training.
 
     Attributes:
         is_bitwise: all hashes are equal.

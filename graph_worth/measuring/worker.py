@@ -429,7 +429,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _settled_bytes(self):
-        """What torch's allocator holds after a reset, which drops gradients, without its cache."""
+        """Return the bytes that torch's allocator holds, without its cache, after a reset, which drops gradients."""
         self.training.reset()
         self._settle_memory()
         return memory.reserved_bytes(self.device)

@@ -1,1 +1,1 @@
-"""What ranks tell one another."""
+"""Messages between ranks."""

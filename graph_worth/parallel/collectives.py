@@ -219,7 +219,7 @@ def process_group(group=""):
 
 
 def group_size(group="") -> int:
-    """How many ranks `group` has."""
+    """Return the number of ranks in `group`."""
     process_group = _resolve(group)
     return 1 if process_group is None else process_group.size()
 

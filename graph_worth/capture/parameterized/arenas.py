@@ -1,4 +1,4 @@
-"""How a region's memory is taken from the allocator: a result by itself, so that its owner frees it by itself.
+"""Takes the memory of a region from the allocator, with one block for each result, so that its owner can free it.
 
 All other tensors of a launch share one allocation, which is free again once the launch is queued. Two have the same
 bytes where the capture had freed one before it made the other on the same stream.

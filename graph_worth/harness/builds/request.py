@@ -13,7 +13,7 @@ FEWEST_CYCLES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How long to measure, and beside which load. The help of a flag describes the field of its name.
+    """Length and load of a measurement. The help of a flag describes the field of the same name.
 
     Attributes:
         cycles: number of cycles, or "auto": until every half-width is at most 0.5 %.

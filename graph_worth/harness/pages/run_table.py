@@ -248,7 +248,7 @@ def _graphs_of(variant) -> list[str]:
 
 
 def _beside(judged: Judged, name: str, ratio: intervals.Ratio) -> str:
-    """How sure it is, how much of its ceiling it reached, and the control beside a small effect."""
+    """Return the width of the interval, the share of the ceiling, and the control where the effect is small."""
     text = f", to within {100 * ratio.half_width:.1f} %"
     reached, clocks = judged.reached(name), (judged.sm_mhz(name), judged.sm_mhz(judged.base))
     if reached is not None:

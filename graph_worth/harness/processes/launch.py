@@ -1,4 +1,4 @@
-r"""How a training script is started: as it is, by torchrun on this machine, or on several nodes through a launcher.
+r"""Commands that start a training script: directly, by torchrun on this machine, or by a launcher on several nodes.
 
     python -m benchmarks.run --model gpt3 --ngpu 8 --nnodes 2 --out runs/two \
         --launch "srun --nodes 2 --ntasks-per-node 1 --kill-on-bad-exit=1 benchmarks/slurm/node.sh"
@@ -41,7 +41,7 @@ ALIKE = ("source_hash", "torch", "transformer_engine", "driver")
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a script is started. `prefix`: the launcher's words; `rendezvous`: host and port of node 0's torchrun."""
+    """The command that starts a script. `prefix`: its words; `rendezvous`: host and port of node 0's torchrun."""
 
     nnodes: int = 1
     ngpu: int = 1

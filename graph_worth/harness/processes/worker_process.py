@@ -178,7 +178,7 @@ class WorkerProcess:
         raise WorkerEnded("error", reason or "the worker ended", exit_status=status)
 
     def _dead_rank(self) -> tuple[str, int | None]:
-        """How the first of several ranks ended, as torchrun says once all have, and the signal that ended it.
+        """Return how the first of several ranks ended, as torchrun reports it at the end, and the signal that ended it.
 
         The text is "" where torchrun says nothing.
         """
