@@ -23,8 +23,7 @@ from graph_worth.your_step.findings import STOPS, WRONG
 README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "docs" / "capture_it.md").read_text()
 YOUR_STEP = (ROOT / "docs" / "your_step.md").read_text()
-(STEP,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
-(USE,) = re.findall(r"```python\n(from graph_worth.*?)```", README, re.DOTALL)
+STEP, USE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (MINE,) = re.findall(r"```python\n(def mine.*?)```", YOUR_STEP, re.DOTALL)
 # Heading -> its blocks.
 BLOCKS = {
@@ -221,15 +220,19 @@ def test_the_step_to_measure_has_twelve_lines_and_trains(device):
     assert losses[-1] < losses[0] and len(changed) == 2
 
 
-def test_the_step_to_measure_is_captured_as_the_page_says(device):
-    names = {"device": device}
-    exec(compile(STEP, "my_step.py", "exec"), names)
+def test_the_step_to_measure_is_captured_as_the_page_says(device, tmp_path, monkeypatch, capsys):
+    """Both blocks of the page together, the first one as the file my_step.py."""
+    (tmp_path / "my_step.py").write_text(STEP)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_step", raising=False)
     torch.manual_seed(0)
+    names = {}
     exec(compile(USE, "README.md", "exec"), names)
-    assert names["step"].replays == len(names["batches"]) - 3
+    assert capsys.readouterr().out == "5 of 8 steps were replays of a graph\n"
     torch.manual_seed(0)
     step, batches, _ = names["build"](device)
-    assert torch.equal([step(batch) for batch in batches][-1], names["loss"])
+    assert all(torch.equal(step(batch), loss) for batch, loss in zip(batches, names["losses"], strict=True))
+    del sys.modules["my_step"]
 
 
 def test_the_capture_of_your_own_that_the_page_shows_trains_as_eager_does(device):

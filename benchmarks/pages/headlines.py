@@ -5,6 +5,7 @@ the archive's hosts. Earlier files of a user's step count where eager makes the 
 frame's rule.
 """
 
+import re
 import statistics as plain
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,10 +29,18 @@ from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import span
 from graph_worth.harness.standing import BESIDE, COUNTED, UNKNOWN
 
-# Names of the example steps, as their projects write them.
-STEPS = {"muon": "Muon", "nanogpt": "nanoGPT", "rssm": "RSSM", "detr": "DETR"}
-# A gain from here on pays; below SMALL nobody would notice it.
-LARGE, SMALL = 1.2, 1.05
+# The example steps: their names, as their projects write them, and their batch and precision, which no run records.
+STEPS = {
+    "muon": ("Muon", "512 rows, FP32"),
+    "nanogpt": ("nanoGPT", "16,384 characters, BF16"),
+    "gpt2-transformers": ("GPT-2 124M", "2,048 tokens, BF16"),
+    "vit-timm": ("ViT-S/16", "32 images, BF16"),
+    "rssm": ("RSSM", ""),
+    "detr": ("DETR", ""),
+}
+# The part of a step that a graph holds, where it has a short name.
+PARTS = {"graph_step": "the whole step", "graph_layer": "each layer", "graph_fwd_bwd": "forward and backward"}
+PRECISION = re.compile(r"\b(fp8|nvfp4|bf16|fp16)\b")
 # GPUs whose hosts gain more different amounts than this in the geometric mean stand apart.
 APART = 0.05
 Key = tuple[str, str, str]
@@ -149,6 +158,7 @@ class Headline:
         name: the model's, without preset and layers.
         more: number of layers or the like; "" where nothing has to be said.
         submitted: MLPerf Training's round, or "".
+        setting: items of a step and precision, as in 8,192 tokens, FP8; "" where no run of today has them.
         page: the README with all rows of the model, or the folder of the archive.
         gpus: the type of GPU with most hosts first.
     """
@@ -156,9 +166,15 @@ class Headline:
     name: str
     more: str
     submitted: str
+    setting: str
     variant: str
     page: Path
     gpus: tuple[OnGpu, ...]
+
+    @property
+    def part(self) -> str:
+        """The part of the step in the graphs."""
+        return PARTS.get(self.variant, self.variant)
 
     @cached_property
     def hosts(self) -> list[HostMeans]:
@@ -196,7 +212,7 @@ class Headline:
 
 
 def of(results: Results) -> list[Headline]:
-    """Return a headline for each workload that ran on a GPU, the largest gain first."""
+    """Return a headline for each workload that ran on a GPU, the largest gain first, archived ones last."""
     graphs = _graphs(results)
     measured = _of_points(results, graphs)
     measured = measured[measured["key"].isin(measured["key"][measured["standing"].isin(COUNTED)])]
@@ -205,7 +221,8 @@ def of(results: Results) -> list[Headline]:
     lines = []
     for hosts in (measured, archived):
         lines += [_headline(results, group, graphs) for _, group in hosts.groupby("key", sort=False)]
-    return sorted(lines, key=lambda line: (-line.gain[1], line.name))
+    # Workloads of the archive alone come last.
+    return sorted(lines, key=lambda line: (not any(gpu.has_run for gpu in line.gpus), -line.gain[1], line.name))
 
 
 def points(results: Results) -> DataFrame:
@@ -268,7 +285,7 @@ def _names(key: Key) -> tuple[str, str, str]:
     publication = published.of_model(model)
     if model == OWN_STEP:
         name = label.removesuffix("-build")
-        return STEPS.get(name, name), "", ""
+        return STEPS.get(name, (name,))[0], "", ""
     if publication is None:
         return model, "", ""
     title = published.title_of(model, preset)
@@ -324,7 +341,21 @@ def _headline(results: Results, hosts: DataFrame, runs: DataFrame) -> Headline:
         for gpu, group in once[once["variant"] == variant].groupby("short", sort=False)
     ]
     gpus.sort(key=lambda on_gpu: (-len(on_gpu.hosts), on_gpu.gpu))
-    return Headline(*_names((model, preset, label)), variant, Path(page), tuple(gpus))
+    known = STEPS.get(label.removesuffix("-build"), ("", ""))[1]
+    setting = known if model == OWN_STEP else _setting(results, runs, kept)
+    return Headline(*_names((model, preset, label)), setting, variant, Path(page), tuple(gpus))
+
+
+def _setting(results: Results, runs: DataFrame, kept: DataFrame) -> str:
+    """The items of a step and the precision in the newest run of some rows."""
+    used = runs[runs["row"].isin(kept["row"])].sort_values("begin_utc")
+    if not len(used):
+        return ""
+    point = used.iloc[-1]
+    judged = results.judged[point["run"], point["process"]]
+    items = f"{judged.build.items_per_step:,.0f} {judged.run.unit}" if judged.build.items_per_step else ""
+    precision = PRECISION.search(" ".join(judged.build.card))
+    return ", ".join(filter(None, [items, precision[1].upper() if precision else ""]))
 
 
 def _on_gpu(gpu: str, hosts: DataFrame, beside: DataFrame, kept: DataFrame, graphs: DataFrame) -> OnGpu:
@@ -345,13 +376,3 @@ def _on_gpu(gpu: str, hosts: DataFrame, beside: DataFrame, kept: DataFrame, grap
 
 def _means(hosts: DataFrame) -> tuple[HostMeans, ...]:
     return tuple(HostMeans(*line) for line in hosts[list(HostMeans._fields)].itertuples(index=False))
-
-
-def bands(lines: Sequence[Headline]) -> dict[str, list[tuple[Headline, Gain]]]:
-    """Return "always", "sometimes", "never" -> the gains over LARGE on each host, on some, or nowhere."""
-    by_band: dict[str, list[tuple[Headline, Gain]]] = {"always": [], "sometimes": [], "never": []}
-    for line in lines:
-        for gain in line.gains:
-            low, high = gain.ends
-            by_band["always" if low >= LARGE else "never" if high < SMALL else "sometimes"].append((line, gain))
-    return by_band

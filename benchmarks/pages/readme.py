@@ -2,7 +2,6 @@
 
 A table stands between two markers and is made again by `make readme`; a test fails where one is not what the runs say:
 
-    <!-- table: answers -->     which workloads gain on every host, on some, on none, in a line each
     <!-- table: front -->       graph and eager of each workload over all hosts
     <!-- table: needs -->       memory, minutes and versions of the runs
     <!-- table: trust -->       hosts, controls, ceilings and failures, in a line each
@@ -32,7 +31,6 @@ from pandas import DataFrame
 from benchmarks import frame
 from benchmarks.frame import Results, Row
 from benchmarks.pages import epochs_table, headlines, memory_table, operator_page, published, roofline, scopes, tables
-from benchmarks.pages.headlines import Gain, Headline
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.tables import TWO
 from graph_worth.folders import OWN_STEP, ROOT
@@ -42,24 +40,18 @@ from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import counted, gib, span
-from graph_worth.harness.standing import ASIDE
+from graph_worth.harness.standing import ASIDE, BESIDE
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
 NOTHING = "Nothing has been measured on a GPU yet."
 # Runs begun later show whether the rule on step / busy holds, which was found on earlier ones.
 RULE_WRITTEN = "2026-11-25T20:45:00Z"
-# Of `headlines.bands`: what to do there.
-BANDS = {
-    "always": "Capture it:",
-    "sometimes": "Measure your host first:",
-    "never": "Leave it eager:",
-}
 # Bounds of step / busy, in words, and what to do.
 CEILINGS = (
     (1.2, math.inf, "above 1.2", "Capture the whole step, or as much of it as you can."),
-    (1.05, 1.2, "1.05 to 1.2", "Try it; on a slower host it gains more."),
-    (0.0, 1.05, "below 1.05", "Leave it eager, unless other hosts issue slower."),
+    (1.05, 1.2, "1.05 to 1.2", "Try it. On a slower host it gains more."),
+    (0.0, 1.05, "below 1.05", "Leave it eager, unless your other hosts are slower."),
 )
 
 
@@ -107,11 +99,12 @@ def front(results: Results, page: Path, argument: str = "") -> str:
         name += f", {in_markdown(line.more)}" if line.more else ""
         graph_ms = ", ".join(f"{cells.cell(gpu.ms, ',.2f')} ({gpu.gpu})" for gpu in line.gpus)
         sizes = [f"{gib(gpu.reserved_bytes)} ({gpu.gpu})" for gpu in line.gpus if gpu.reserved_bytes]
-        texts = [graph_ms, span(*line.base_ms, TWO), "", *(sizes[:1] or [""]), line.hosts_text]
+        texts = [line.part, line.setting, graph_ms, span(*line.base_ms, TWO), "", *(sizes[:1] or [""]), line.hosts_text]
         texts = [*map(in_markdown, texts)]
-        texts[2] = "<br>".join(in_markdown(gain.text) for gain in line.gains)
+        texts[4] = "<br>".join(in_markdown(gain.text) for gain in line.gains)
         lines.append([name, *texts])
-    names = ["Workload (version of MLPerf)", "graph ms", "eager ms over hosts", "gain over hosts", "GiB", "hosts"]
+    names = ["Workload (version of MLPerf)", "Captured", "A step has", "graph ms", "eager ms over hosts"]
+    names += ["gain over hosts", "GiB", "hosts"]
     return tables.markdown(names, lines) if lines else NOTHING
 
 
@@ -119,33 +112,10 @@ def _relative(path: Path, page: Path) -> str:
     return quote(Path(os.path.relpath(path, page.parent)).as_posix())
 
 
-def _answers(results, page, argument):
-    lines = headlines.of(results)
-    if not lines:
-        return NOTHING
-    by_band = headlines.bands(lines)
-    return "\n".join(f"- **{BANDS[band]}** {_gains_of(by_band[band], band)}." for band in BANDS if by_band[band])
-
-
-def _gains_of(pairs: list[tuple[Headline, Gain]], band: str) -> str:
-    """Names, gains and hosts; of those that gain nothing one range, since the table below has the others."""
-    if band != "never" or len(pairs) == 1:
-        return "; ".join(_gain_of(*pair) for pair in pairs)
-    names = "; ".join(f"{line.words} ({gain.gpu})" if gain.gpu else line.words for line, gain in pairs)
-    every = Gain("", tuple(gpu for _, gain in pairs for gpu in gain.gpus))
-    return f"{in_markdown(names)}: {every.text}"
-
-
-def _gain_of(line: Headline, gain: Gain) -> str:
-    name = line.words + "," * (line.words != line.name or bool(gain.gpu))
-    hosts = headlines.hosts_text(gain.hosts).replace(" (", ", ").rstrip(")")
-    return f"{in_markdown(name)} {gain.span} ({'; '.join(filter(None, [hosts, gain.beside]))})"
-
-
 def _needs(results, page, argument):
     if not headlines.of(results):
         return NOTHING
-    reserved = "GiB: the most that torch reserved, the graph alone; what ran on an H100 fits 80 GB."
+    reserved = "GiB is the peak memory that torch reserved when only this graph ran. Rows with an H100 fit into 80 GB."
     minutes = [run_minutes for _, run in results.runs if _is_bench(run) and (run_minutes := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
     whole = [run for _, run in results.runs if "doctor" in run.seconds and len(run.builds) > 1]
@@ -181,7 +151,7 @@ def _versions(results: Results) -> str:
 
 
 def _trust(results, page, argument):
-    lines = [_hosts_text(results), _controls(results), _ceiling(results.points), _failed(results, page)]
+    lines = [_hosts_text(results), _left_out(results, page), _controls(results), _ceiling(results.points)]
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -192,8 +162,12 @@ def _hosts_text(results):
     workloads = results.points[[name for name in frame.WORKLOAD if name != "digest"]].drop_duplicates()
     text = f"**Hosts.** {counted(len(results.runs), 'run')} of {counted(len(workloads), 'workload')} in "
     text += f"{counted(files, 'file')}, on {counted(len(hosts), 'host')}. A host is one boot of a machine. On "
-    text += "*unknown* hosts, of older files, other programs may have run."
-    return f"{text} {counted(len(more), 'host')} *archived*: measured before, no intervals." if more else text
+    text += "*unknown* hosts, which have older files, other programs may have run."
+    if more:
+        text += (
+            f" Another {counted(len(more), '*archived* host')} were measured with an older method, without intervals."
+        )
+    return text
 
 
 def _on_gpus(table: DataFrame) -> DataFrame:
@@ -211,14 +185,25 @@ def _controls(results):
     return f"{text}{holds} of {len(ratios)} intervals (95 %) contain 1."
 
 
-def _failed(results, page):
+def _left_out(results, page):
+    """Return how many graphs no headline counts, by which rule, and how many measurements have failed."""
     points = _on_gpus(results.points)
+    graphs = frame.timed(points)
+    graphs = graphs[(graphs["kind"] == "graph") & (graphs["status"] == PASS) & (graphs["busy_processes"] == 0)]
+    beside, aside = ((graphs["standing"] == standing).sum() for standing in (BESIDE, ASIDE))
+    rule, rows = (_relative(path, page) for path in (ROOT / "docs" / "method.md", results.root / "overview.md"))
+    text = (
+        f"**Left out.** Of {counted(len(graphs), 'measurement')} of a graph the headlines leave out {beside + aside}: "
+    )
+    text += f"{beside} ran beside other work, and in {aside} eager's time was not steady or the file has a known fault "
+    text += f"([the rule]({rule}#quiet-hosts-and-busy-ones)). "
     failed = points[~points["status"].isin([PASS, "unsupported"])]
     if not len(failed):
-        return "**What failed.** Nothing on a GPU."
-    link = _relative(results.root / "overview.md", page)
-    text = f"**What failed.** {counted(len(failed), 'measurement')} in {counted(failed['run'].nunique(), 'run')}: "
-    return f"{text}wrong losses, crashes, no memory. Each stands in [all rows]({link})."
+        return f"{text}Nothing failed on a GPU."
+    text += (
+        f"{counted(len(failed), 'measurement')} in {counted(failed['run'].nunique(), 'run')} failed with wrong losses, "
+    )
+    return f"{text}crashes or no memory ([all rows]({rows}))."
 
 
 def _decide(results, page, argument):
@@ -365,7 +350,6 @@ def misses(points: DataFrame) -> list[str]:
 
 
 _TABLES: dict[str, Callable[[Results, Path, str], str]] = {
-    "answers": _answers,
     "front": front,
     "needs": _needs,
     "trust": _trust,

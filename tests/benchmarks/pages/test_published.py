@@ -37,6 +37,8 @@ def test_lines_of_the_front_page_are_presets_of_the_models():
 
 def test_every_figure_has_a_source_and_is_plain_text():
     for each in published():
-        assert re.fullmatch(r"https://docs\.nvidia\.com/[a-zA-Z0-9/-]+\.html", each.source)
+        assert re.fullmatch(
+            r"https://(docs\.nvidia\.com/[a-zA-Z0-9/-]+\.html|github\.com/NVIDIA-NeMo/[a-zA-Z0-9/-]+\.md)", each.source
+        )
         texts = [text for text in vars(each).values() if isinstance(text, str)]
         assert all(text and text.isascii() and "|" not in text and text == text.strip() for text in texts)
