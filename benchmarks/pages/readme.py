@@ -2,6 +2,7 @@
 
 A table stands between two markers and is made again by `make readme`; a test fails where one is not what the runs say:
 
+    <!-- table: launch -->      the hosts' times to launch a kernel, and what to do with them
     <!-- table: front -->       graph and eager of each workload over all hosts
     <!-- table: needs -->       memory, minutes and versions of the runs
     <!-- table: trust -->       hosts, controls, ceilings and failures, in a line each
@@ -110,6 +111,17 @@ def front(results: Results, page: Path, argument: str = "") -> str:
 
 def _relative(path: Path, page: Path) -> str:
     return quote(Path(os.path.relpath(path, page.parent)).as_posix())
+
+
+def _launch(results, page, argument):
+    """Return the times that counted hosts need to launch a kernel of an eager step, in a sentence with the rule."""
+    points = roofline.points(results)
+    times = points["host_us"][points["counts"] & (points["ranks"] == 1)].dropna() if len(points) else points
+    if not len(times):
+        return NOTHING
+    text = f"Our hosts need {span(times.min(), times.max(), '.0f')} us to launch a kernel of an eager step, "
+    text += f"{times.median():.0f} us in the median. "
+    return f"{text}If your kernels take less than that on average, capture the step."
 
 
 def _needs(results, page, argument):
@@ -350,6 +362,7 @@ def misses(points: DataFrame) -> list[str]:
 
 
 _TABLES: dict[str, Callable[[Results, Path, str], str]] = {
+    "launch": _launch,
     "front": front,
     "needs": _needs,
     "trust": _trust,

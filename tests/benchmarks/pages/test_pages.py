@@ -346,6 +346,14 @@ def test_a_model_has_its_headlines_in_a_line_and_the_front_page_has_batch_and_pr
     assert table("row", tmp_path, "rnnt") == readme.NOTHING
 
 
+def test_the_rule_on_kernels_has_the_times_of_the_hosts_that_count(tmp_path):
+    for number, (issue, ranks) in enumerate(((3.0, 1), (4.0, 1), (8.0, 1), (50.0, 2))):
+        put(tmp_path, number, issue=(issue, 2.0), boot=f"h{number}", ranks=ranks, kernels=100)
+    assert table("launch", tmp_path).startswith(
+        "Our hosts need 30 to 80 us to launch a kernel of an eager step, 40 us in"
+    )
+
+
 @pytest.mark.parametrize(("busy", "line"), [(8.0, 0), (9.0, 1), (9.9, 2)])
 def test_what_to_do_follows_from_step_and_busy(tmp_path, busy, line):
     put(tmp_path, 0, issue=(5.0, busy))
