@@ -1,4 +1,4 @@
-"""Hosts of the archive (results/archive/hosts.json): mean steps of eager and of a graph, measured before blocks.
+"""Hosts of the archive (results/archive/hosts.json): mean steps of eager and of a graph, by the older method.
 
 The archive's variants ran in processes of their own, so a host has two means and no interval. They count as hosts of a
 row where eager made the same kernels as in the row's newest run.

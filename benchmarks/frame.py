@@ -314,7 +314,7 @@ class Results:
     Attributes:
         runs: a run that is there twice counts once.
         faults: a line for each file that cannot be read; such files have no rows.
-        archive: the hosts that were measured before blocks.
+        archive: the hosts that were measured with the older method.
     """
 
     root: Path
@@ -392,7 +392,7 @@ def faults(root: Path | str) -> DataFrame:
 
 
 def archive(root: Path | str) -> DataFrame:
-    """Return a row for each workload, host and variant that was measured before blocks.
+    """Return a row for each workload, host and variant that was measured with the older method.
 
     ms, kernels and reserved_bytes are the variant's mean step, its kernels in a step, and the most memory that it
     reserved; folder has the sessions.

@@ -22,7 +22,7 @@ from graph_worth.text import printable
 
 @dataclass(frozen=True)
 class Change:
-    """A variant on both sides. `change`: new ratio / old ratio - 1; `bound`: what chance may make of it."""
+    """A variant on both sides. `change`: new ratio / old ratio - 1; `bound`: the largest change by chance."""
 
     name: str
     old: Row

@@ -40,7 +40,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def survey(args: argparse.Namespace) -> int:
-    """Try the operators, write the file and print what came of them."""
+    """Try the operators, write the file and print the results."""
     host, gpus = launch.describe_here()["env"], find_gpus()
     torch_version, device = host["torch"], "cuda" if gpus.names else "cpu"
     names = subprocess.run([sys.executable, "-c", NAMES], cwd=ROOT, capture_output=True, text=True)

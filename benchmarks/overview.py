@@ -44,13 +44,13 @@ def page_of(results: Results, page: Path) -> str:
         "[How they were made](../docs/method.md). All fields: [overview.csv](overview.csv).",
         "\n".join(f"- [{in_markdown(name)}](#{_anchor(name)})" for name in names),
         "## Best rows",
-        "The graph of each workload with the most hosts. Times are mean steps. Of several hosts: the median of the "
-        "graph, and the fastest and slowest host of eager and of the gain.",
+        "Each workload has its graph with the most hosts. Times are mean steps. With several hosts, the table has the "
+        "median of the graph, and the fastest and the slowest host of eager and of the gain.",
         readme.front(results, page),
-        "*Archived* hosts were measured [before blocks](archive/README.md), and have no intervals. Archived hosts and "
-        "earlier files of a step count where eager makes the same kernels.",
-        "In the tables below a gain is base ms / ms: of one host with its 95 % interval in those minutes, of several "
-        "the range. *At most* is the base's step / the busy time of the uncaptured step. `control` is the base "
+        "*Archived* hosts were measured [with an older method](archive/README.md), and have no intervals. Archived "
+        "hosts and earlier files of a step count where eager makes the same kernels.",
+        "In the tables below a gain is base ms / ms. One host has a 95 % interval for those minutes, and several hosts "
+        "have a range. *At most* is the base's step / the busy time of the uncaptured step. `control` is the base "
         "measured once more. Workloads with the largest gain come first.",
     ]
     for machine, rows in machines.items():
@@ -58,15 +58,15 @@ def page_of(results: Results, page: Path) -> str:
         parts += [f"## {in_markdown(machine)}", tables.rows_as_markdown(timed, page)]
         left = tables.as_list(tables.not_timed(results, rows))
         parts += ["Without a number:", left] if left else []
-        parts += ["Where a step's time goes:", tables.rows_as_markdown(timed, page, TIME)]
+        parts += ["Parts of a step's time:", tables.rows_as_markdown(timed, page, TIME)]
         parts += ["Parity, rate, energy, capture and memory:", tables.rows_as_markdown(timed, page, OTHER)]
     missed = readme.misses(results.points)
     parts += ["## Step / busy as a ceiling", readme.ceiling_text(results.points)]
     if missed:
-        parts.append("Graphs that stayed more than 5 % below it. A GPU that does not wait for its host clocks lower:")
-        parts.append(tables.as_list(missed))
+        text = "These graphs stayed more than 5 % below it. A GPU that does not wait for its host has a lower clock."
+        parts += [text, tables.as_list(missed)]
     if hosts_table:
-        text = "The host's time in one call, quiet: us at the 50th (99th) percentile, the median of the host's runs."
+        text = "This is the quiet host's time in one call: us at the 50th (99th) percentile, the median of its runs."
         parts += ["## Hosts", f"{text} [The calls](../docs/your_step.md#your-host).", hosts_table]
     if results.faults:
         parts += ["## Left out", tables.as_list(results.faults)]
@@ -82,8 +82,8 @@ def corrections_page(corrections: Corrections) -> str:
     parts = [
         "# Corrections",
         "## Published runs",
-        "Published files never change. This table corrects what some of them say. Runs that are *disturbed*, *unclean* "
-        "or *superseded* are in no headline: [the rule](../docs/method.md#quiet-hosts-and-busy-ones).",
+        "Published files never change. This table corrects statements in some of them. Runs that are *disturbed*, "
+        "*unclean* or *superseded* are in no headline: [the rule](../docs/method.md#quiet-hosts-and-busy-ones).",
         tables.markdown(["File", "Reason", "The file says", "Correct"], cells),
     ]
     for sentences in corrections.pages:

@@ -1,10 +1,10 @@
 """Figures of all runs below a folder.
 
     python -m benchmarks.plot                    draws into results/figures
-    python -m benchmarks.plot runs               one's own, into runs/figures
+    python -m benchmarks.plot runs               your runs, into runs/figures
 
-Only runs on a GPU are drawn. A figure whose data is not there is not drawn, which is said in a line; an earlier drawing
-of it is removed. The same runs give the same bytes. Exit status: 0; 1 where no figure could be drawn; 2 for a mistake.
+Only runs on a GPU are drawn. If the data of a figure is missing, a line says so, and an earlier drawing is removed. The
+same runs give the same bytes. Exit status: 0; 1 where no figure could be drawn; 2 for a mistake.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ def draw(results: frame.Results, folder: Path) -> tuple[dict[str, str], dict[str
 
 
 def work(args) -> int:
-    """Draw, and say it."""
+    """Draw the figures and print their titles."""
     root = Path(args.root)
     if not root.is_dir():
         raise Mistake(f"{root}: no such folder")

@@ -26,7 +26,7 @@ BRIDGE, OURS = "Megatron Bridge, config.py", "this repository"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A training step, and the scopes that are captured of it."""
+    """A training step and its captured scopes."""
 
     scope: str = option("iteration", f"what is captured, with commas, empty for nothing: {', '.join(SCOPES)}")
     impl: str = option("transformer_engine", "who captures layers: cuda_graph_impl", ("transformer_engine", "local"))

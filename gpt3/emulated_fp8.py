@@ -27,13 +27,13 @@ class EmulatedScaling(NoScaling):
 
     @contextlib.contextmanager
     def forward(self):
-        """Run the layers of one microbatch inside of it; on exit the forward scales are updated."""
+        """Run the layers of one microbatch in this block. On exit the forward scales are updated."""
         yield
         self._forward.update()
 
     @contextlib.contextmanager
     def backward(self, replayed: bool = False):
-        """Run the backward pass of one microbatch inside of it; on exit the gradients' scales are updated."""
+        """Run the backward pass of one microbatch in this block. On exit the gradients' scales are updated."""
         yield
         self._backward.update()
 

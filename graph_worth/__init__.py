@@ -2,7 +2,7 @@
 
     from graph_worth import Pool, session, variant
 
-Names are imported when they are asked for: `import graph_worth` costs no torch. No module in this folder has one of
+Names are imported on first use: `import graph_worth` costs no torch. No module in this folder has one of
 these names: `import graph_worth.pool` would put the module in the place of what `from graph_worth import pool` gives.
 """
 

@@ -263,7 +263,7 @@ def require_fields(config, names, allowed, takes):
 
 
 def require_folder_of_its_own(flag, path):
-    """ValueError where a folder of data is the root of the file system: nobody means all of it."""
+    """ValueError where a folder of data is the root of the file system: nobody means to read all of it."""
     if path and os.path.normpath(path).strip("/") == "":
         raise ValueError(f"{flag} {path}: this is the whole file system, take the folder that the data is in")
 

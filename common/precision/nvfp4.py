@@ -44,7 +44,7 @@ def require(device: torch.device, no_gemm: str = "") -> None:
 
 
 def require_asked(precision: str) -> None:
-    """Unsupported where graph_step_nvfp4 is asked for in another precision."""
+    """Raise Unsupported if graph_step_nvfp4 is requested in another precision."""
     if not precision.startswith("nvfp4"):
         raise Unsupported("graph_step_nvfp4 needs --precision nvfp4_emulated, or nvfp4 on compute capability 10.0")
 

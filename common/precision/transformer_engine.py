@@ -147,7 +147,7 @@ class TransformerEngineScaling:
 
     @contextlib.contextmanager
     def forward(self):
-        """Run the layers of one microbatch inside of it; on exit the forward scales are updated."""
+        """Run the layers of one microbatch in this block. On exit the forward scales are updated."""
         # On exit TE updates the forward scales from the amaxes, whether layers were called or replayed.
         with self._autocast():
             yield
@@ -170,7 +170,7 @@ class TransformerEngineScaling:
 
     @contextlib.contextmanager
     def backward(self, replayed: bool = False):
-        """Run the backward pass of one microbatch inside of it. replayed: whether graphs ran the layers."""
+        """Run the backward pass of one microbatch in this block. replayed: True if graphs ran the layers."""
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
         yield
@@ -202,7 +202,7 @@ class TransformerEngineScaling:
 
     @contextlib.contextmanager
     def capturing(self):
-        """Capture layers inside of it: no update of the scales is recorded."""
+        """Capture layers in this block, without recording an update of the scales."""
         from transformer_engine.pytorch.graph import set_capture_end, set_capture_start
 
         set_capture_start()

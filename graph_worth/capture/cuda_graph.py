@@ -58,7 +58,7 @@ class CudaPool(Pool):
     def adopt(self, is_borrowed: bool = False):
         """See `Pool`.
 
-        It sees every `torch.cuda.CUDAGraph()` made here, whose replays are then counted like ours. Such a library warms
+        It sees every `torch.cuda.CUDAGraph()` that is made here and counts its replays like ours. Such a library warms
         up on a stream of its own, whose memory is beside what an eager warm-up has cached: that is given back before.
         """
         original = torch.cuda.CUDAGraph

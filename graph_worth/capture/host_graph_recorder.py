@@ -1,4 +1,4 @@
-"""The recording of a host graph: the operators that a function runs, and the storages that they read and write."""
+"""Records a host graph: the operators that a function runs, and the storages that they read and write."""
 
 import contextlib
 import threading
@@ -100,7 +100,7 @@ _one_capture = threading.RLock()
 
 
 def refuse_inside_capture(name: str, what: str) -> None:
-    """CaptureError where a capture of this thread is running, which fails then too."""
+    """Raise CaptureError if a capture of this thread is running. That capture then fails, too."""
     if _recording is not None and _recording.thread == threading.get_ident():
         _recording.fail(name, what)
 

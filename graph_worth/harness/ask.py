@@ -227,7 +227,7 @@ def _asked(name, flags, config) -> str:
 
 
 def chosen_variants(text: str | None, description: dict) -> list[str]:
-    """Return names in the model's order, eager first: the headline ones, those that are asked for, or all."""
+    """Return names in the model's order, eager first: the headline variants, the requested ones, or all."""
     known, formerly = description["variants"], description["formerly"]
     if text is None:
         names = description["headline"] or list(known)

@@ -26,7 +26,7 @@ TITLES = {"operator": "eager operator", "linear": "Linear, forward and backward"
 
 
 class Failed(RuntimeError):
-    """The process that measures has ended; it has said why on stderr."""
+    """The process that measures has ended. Its reason is on stderr."""
 
 
 def parse(argv=None) -> argparse.Namespace:

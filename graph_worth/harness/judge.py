@@ -154,7 +154,7 @@ class Judged:
         return None if working.note else working.value
 
     def unchecked(self, name: str) -> str:
-        """Return what no check looked at in a variant, as "no audits, no control"; "" where all was looked at."""
+        """Return the checks that a variant did not have, as "no audits, no control"; "" if it had all."""
         build, variant = self.build, self.build.variants[name]
         anchor, control = build.variants.get(build.anchor, variant), self.run.control
         raised = next((audit.raised for audit in (*variant.audits, *anchor.audits) if audit.raised), "")
@@ -288,7 +288,7 @@ class Judged:
         return Noted(working_ms, ESTIMATED)
 
     def waiting_ms(self, name: str) -> float | None:
-        """Return how long the rank that waits most for others waits in the collectives of a step; None for one rank."""
+        """Return the longest time that a rank waits for others in the collectives of a step; None for one rank."""
         profile = self.build.variants[name].profile
         if profile.waiting_ms:
             return max(profile.waiting_ms)
@@ -297,7 +297,7 @@ class Judged:
         return profile.busy_ms - working.value if is_estimated else None  # type: ignore[operator]
 
     def skew_ms(self, name: str, busy: bool = False) -> float | None:
-        """Return by how much the slowest rank's step is longer than the fastest's; None for one rank."""
+        """Return the difference between the steps of the slowest and the fastest rank; None for one rank."""
         blocks = [block for block in self.blocks(name, busy) if block.fastest_ms]
         pairs = [pair for block in blocks for pair in zip(block.step_ms, block.fastest_ms, strict=False)]
         return plain.fmean(slowest - fastest for slowest, fastest in pairs) if pairs else None

@@ -135,7 +135,7 @@ def request(args: argparse.Namespace, usual: str | None = None) -> Options:
 
 
 def verdict(measured: Run) -> tuple[int, str]:
-    """Return the exit status and the sentence that a run comes to."""
+    """Return the exit status and the verdict of a run in a sentence."""
     builds = [*judge.judged(measured).values()]
     graphs = {
         name: judged

@@ -123,7 +123,7 @@ def _timelines(judged: Judged) -> list[dict]:
 
 
 def write(path: Path, out: Path | None = None, findings: str = "", verdict: str = "") -> Path:
-    """Write the page of a run file, beside it unless told, and return its path.
+    """Write the page of a run file, by default beside it, and return its path.
 
     Raises:
         Mistake: the file is no run.

@@ -312,7 +312,7 @@ class Suite:
         return done
 
     def end(self) -> None:
-        """Forget all: the next call measures anew."""
+        """Forget all runs, so that the next call measures again."""
         if self._path:
             self._path.unlink(missing_ok=True)
 

@@ -10,5 +10,5 @@ def has_expandable_segments(environment: Mapping[str, str]) -> bool:
 
 
 def nccl_registers(environment: Mapping[str, str]) -> bool:
-    """Return whether NCCL registers buffers in captures, as it does unless told. environment: such as os.environ."""
+    """Return whether NCCL registers buffers in captures, which is its default. environment: such as os.environ."""
     return environment.get("NCCL_GRAPH_REGISTER", "") != "0"

@@ -15,7 +15,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def require_batch(batch: int, need_bytes: int, device: torch.device) -> None:
-    """OutOfMemoryError where a step needs more than is free on the GPU; nothing is asked on the CPU."""
+    """Raise OutOfMemoryError if a step needs more memory than is free on the GPU. A CPU is not checked."""
     free = free_bytes(device)
     if free is not None and need_bytes > free:
         raise torch.OutOfMemoryError(f"--batch {batch} needs {need_bytes:,} bytes, {free:,} are free: lower --batch")

@@ -27,7 +27,7 @@ def is_distributed() -> bool:
 
 
 def barrier() -> None:
-    """Wait until every rank's host is here. What its GPU has still to do is no part of it."""
+    """Wait until every rank's host is here, but not until its GPU has finished."""
     if is_distributed():
         dist.barrier(group=_group)
 

@@ -16,7 +16,7 @@ def first_difference(a: list[Operator], b: list[Operator]) -> tuple[Operator, Op
 
 
 def told(mine: Operator, theirs: Operator | None) -> str:
-    """Return in words how two steps part."""
+    """Return the difference of two steps in words."""
     if theirs is None:
         return f"one goes on with {short(mine.name)} and the other ends"
     if mine.name != theirs.name:

@@ -112,7 +112,7 @@ class EagerSteps:
         return self.watched[0]
 
     def told(self):
-        """Return a context within which the step is told what a capture would tell it."""
+        """Return a context in which the step gets the answers that it would get in a capture."""
         return answering(not self.objection)
 
     def _step(self, index, is_capturing=True) -> Watched:

@@ -53,7 +53,7 @@ class Place:
 
 
 def place_of_call(module: str = "", has_callers: bool = False) -> Place:
-    """Return the place in the user's code that is running, with its callers where they are asked for."""
+    """Return the place in the user's code that is running, with its callers if they are requested."""
     place = place_of(_frames(sys._getframe(1)), module, has_callers)
     if place.line == UNKNOWN:
         # The backward pass of a GPU runs in a thread of its own, while the user's code waits in the main one.

@@ -40,7 +40,7 @@ def _nan(tensor) -> bool:
 
 
 class Filled(TorchDispatchMode):
-    """Within it, fresh memory holds a value: zeros, so that what reads it gives the same each time, or NaN.
+    """In this block, fresh memory holds a value: zeros, so that what reads it gives the same each time, or NaN.
 
     The first operator that takes NaN of it into a tensor of its own is noted.
     """

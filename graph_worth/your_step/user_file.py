@@ -147,7 +147,7 @@ def _hides_tensors(leaf) -> bool:
 
 @contextlib.contextmanager
 def exits_are_errors():
-    """Within it, os._exit of this thread raises as sys.exit does: a step that ends its process is told of."""
+    """In this block, os._exit of this thread raises like sys.exit, so that a step that ends its process is reported."""
     real, this_thread = os._exit, (os.getpid(), threading.get_ident())
 
     def ended(status):

@@ -25,7 +25,7 @@ Promise = Literal["bitwise"] | Finite | None
 
 
 class Raised(Struct, kw_only=True):
-    """The reason for which a variant is not measured to its end, as a worker or its end told it.
+    """The reason why a variant is not measured to its end, from a worker or its exit.
 
     Attributes:
         kind: "error" for a worker that ended or an exception without a kind of its own; "changed_settings" and
@@ -244,7 +244,7 @@ class Audit(Struct, kw_only=True):
 
 
 class Alone(Struct, kw_only=True):
-    """A variant beside no other one: built, made, and some steps with the kernels of the blocks.
+    """A variant without other variants: it is built and makes some steps with the kernels of the blocks.
 
     It is the only one of its process, or those before it have left next to nothing in torch's memory.
 
@@ -506,7 +506,7 @@ def title_of(model: str, preset: str, label: str) -> str:
 
 
 def stem(preset: str) -> str:
-    """Return the preset as it was asked for: earlier, a GPU that held fewer layers named it bench-l6."""
+    """Return the preset as it was requested: earlier, a GPU that held fewer layers named it bench-l6."""
     return preset.partition("-")[0]
 
 

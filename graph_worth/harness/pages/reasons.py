@@ -37,5 +37,5 @@ def reason(judged: Judged, name: str) -> str:
         return f"the graphs hold the wrong part of the step, {100 * graph.graph_share:.0f} % of its kernels"
     graphs = variant.capture.graphs
     if graphs > 1 and graph.kernels and graph.kernels / graphs < LEAST_KERNELS:
-        return f"too many small graphs, {graphs:,} with {graph.kernels / graphs:.0f} kernels in the mean"
+        return f"too many small graphs, {graphs:,} with {graph.kernels / graphs:.0f} kernels on average"
     return "none of NVIDIA's five reasons shows in the profile"
