@@ -16,13 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-from graph_worth.files import write_text
 from graph_worth.folders import OWN_STEP
 from graph_worth.harness import ask, command, judge, measure, run, script
 from graph_worth.harness.ask import Options
 from graph_worth.harness.command import Mistake, amount, positive, shown
 from graph_worth.harness.files import partial, run_file
-from graph_worth.harness.files.facts import Census, Run
+from graph_worth.harness.files.facts import Run
 from graph_worth.harness.pages import run_table
 from graph_worth.harness.processes import launch, locks
 from graph_worth.text import printable
@@ -36,7 +35,7 @@ USUAL = "graph_step"
 
 def requests(args: argparse.Namespace, machine: dict) -> list[tuple[str, ask.Ask | str, Options]]:
     """Return (name, request or the reason why it is refused, options of the run) of each workload."""
-    shared = {"cycles": args.cycles, "preset": args.preset, "out": args.out, "no_control": True, "is_census": True}
+    shared = {"cycles": args.cycles, "preset": args.preset, "out": args.out, "no_control": True, "is_light": True}
     named_options = [(name, Options(model=name, **shared)) for name in run.chosen_models(args.model)]
     for step in STEPS if args.model == run.ALL else ():
         label, flags = measure.named_step(step)
@@ -78,10 +77,7 @@ def census(args: argparse.Namespace) -> int:
                 left_out[name] = f"might pass {args.minutes:g} minutes: another took {longest_s:.0f} s"
                 continue
             print(f"{request.name}", flush=True)
-            facts = run.open_run(request, options)
-            log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
-            run.measure_run(request, options, facts, log)
-            measured = partial.folded(facts.facts)
+            facts, measured = run.begun_run(request, options)
             for note in sorted({note for build in measured.builds.values() for note in build.notes}):
                 print(printable(f"  {note}"))
             verdicts = [verdict for build in judge.judged(measured).values() for verdict in build.verdicts.values()]
@@ -108,11 +104,7 @@ def _sealed(args, first, done, left_out, took_s) -> int:
     for name, reason in left_out.items():
         print(printable(f"left out: {name}: {reason}"))
     if runs:
-        sealed_census = Census(schema=run_file.SCHEMA, census=True, id=runs[0].id, left_out=left_out, runs=runs)
-        path = first.group.parent / run_file.CENSUS / f"{sealed_census.id}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, run_file.as_bytes(sealed_census))
-        path.chmod(0o444)
+        path = partial.seal_together(first.group.parent / run_file.CENSUS, runs[0].id, runs, left_out)
         caveat = run_table.on_a_cpu([judged for measured in runs for judged in judge.judged(measured).values()])
         text = run_table.suite(runs) if runs[0].device == "cuda" else f"{run_table.suite(runs)}\n{caveat}"
         print(f"\n{text}\n{shown(path)}  ({took_s:.0f} s)")

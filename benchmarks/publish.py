@@ -18,7 +18,7 @@ from graph_worth.harness import program_epochs
 from graph_worth.harness.checks import FENCES
 from graph_worth.harness.command import parser_of
 from graph_worth.harness.files import run_file
-from graph_worth.harness.files.facts import Census, Epochs, Run, digits, folder_of
+from graph_worth.harness.files.facts import Census, Epochs, Run, digits, folder_of, folder_of_sweep
 from graph_worth.harness.files.run_file import CENSUS, EPOCHS, Content, runs_of
 from graph_worth.harness.judge import Judged, judged
 from graph_worth.harness.processes.gpus import Gpus
@@ -33,6 +33,7 @@ LEAST_EPOCHS, LEAST_STEPS = 2, 100
 COMMITS = 50
 ON_A_CPU = "measured on a CPU, which says nothing about the speed of a GPU"
 UNKNOWN_SOURCE = "measured from a tree with changes, or of an unknown commit; commit first, then measure"
+NOTHING_TIMED = "nothing in it was timed"
 # Names of folders and files are made of these, so none leads out of results/.
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -81,12 +82,14 @@ def publish(path: Path, results: Path, as_is: bool = False) -> Path:
 
 
 def folders_of(content: Content) -> tuple[str, str]:
-    """("h200x1", "gpt3-bench"), of what the run says of itself; ("h200x1", "census") of a census, and so "epochs"."""
+    """("h200x1", "gpt3-bench"), of what the run says of itself; census, epochs or gpt3-bench-over-batch of several."""
     run = content.runs[0] if isinstance(content, Census) else content
     slug = Gpus(names=tuple(gpu.name for gpu in run.host.gpus)).slug
     if isinstance(run, Epochs):
         return f"{slug}x1", EPOCHS
-    folder = CENSUS if isinstance(content, Census) else folder_of(run.model, run.preset, run.label)
+    folder = folder_of(run.model, run.preset, run.label)
+    if isinstance(content, Census):
+        folder = folder_of_sweep(run.model, run.preset, run.swept_label, run.over) if run.over else CENSUS
     return f"{slug}x{run.ranks}", folder
 
 
@@ -100,9 +103,14 @@ def why_not(content: Content, as_is: bool = False) -> str:
         return "a census without a run"
     if len({(run.host.boot, run.ranks) for run in content.runs}) > 1:
         return "a census of several hosts"
-    if not _WORD.fullmatch(content.id):
-        return "its id cannot be the name of a file"
-    return next(filter(None, (_why_not(run, as_is) for run in content.runs)), "")
+    if len({run.over and (run.over, run.model, run.preset, run.swept_label) for run in content.runs}) > 1:
+        return "points of several sweeps"
+    if not all(_WORD.fullmatch(word) for word in (content.id, *folders_of(content))):
+        return "its id or folder cannot be the name of a file"
+    reasons = [_why_not(run, as_is) for run in content.runs]
+    # A point that does not fit is a row of its sweep.
+    of_points = NOTHING_TIMED if content.runs[0].over and NOTHING_TIMED in reasons and "" in reasons else None
+    return next((reason for reason in reasons if reason not in ("", of_points)), "")
 
 
 def _why_not_epochs(content: Epochs) -> str:
@@ -156,7 +164,7 @@ def _why_not(run: Run, as_is: bool) -> str:
                 f"published runs have at least {LEAST_CYCLES}"
             )
     if not any(judged_build.base or stopped(judged_build) for judged_build in judged(run).values()):
-        return "nothing in it was timed"
+        return NOTHING_TIMED
     return ""
 
 

@@ -32,9 +32,9 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(orthogonal(update).to(parameter.dtype), alpha=-group["lr"] * scale)
 
 
-def build(device):
+def build(device, size=768):
     torch.manual_seed(0)
-    width, layers = (768, 12) if device.type == "cuda" else (64, 2)
+    width, layers = (size, 12) if device.type == "cuda" else (min(size, 64), 2)
     blocks = (nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(layers))
     model = nn.Sequential(*blocks, nn.Linear(width, width)).to(device)
     matrices = [p for p in model.parameters() if p.ndim == 2]

@@ -1,4 +1,4 @@
-"""nanoGPT's training step: 6 layers, 6 heads, width 384, 64 sequences of 256 characters, AdamW, clipping."""
+"""nanoGPT's training step: 6 layers, 6 heads, width 384, `size` sequences of 256 characters, AdamW, clipping."""
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def build(device):
+def build(device, size=64):
     torch.manual_seed(1337)
     on_gpu = device.type == "cuda"
     model = GPT() if on_gpu else GPT(tokens=32, layers=2, heads=2, width=64)
@@ -50,7 +50,7 @@ def build(device):
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True, capturable=on_gpu
     )
-    shape = (64, 257) if on_gpu else (4, 33)
+    shape = (size, 257) if on_gpu else (min(size, 4), 33)
     batches = [torch.randint(65, shape).to(device) for _ in range(8)]
 
     def step(batch):

@@ -52,7 +52,9 @@ class Options:
     Attributes:
         model: a name, some with commas, or all.
         flags: of the training script.
-        is_census: eager and one graph, with the losses of the blocks as parity.
+        is_light: eager and one graph, with the losses of the blocks as parity.
+        block_s: seconds of a block where they are not those of the preset.
+        over, value: the quantity of the sweep that this is a point of, and its value.
         cycles_s: seconds for the cycles of a build, see `Settings`.
         doctor_s: seconds that were spent on the step before the run.
         tolerance: of losses in blocks, where a variant declares none.
@@ -85,7 +87,10 @@ class Options:
     rendezvous: str | None = _flag(None, f"node 0, for the others (this host:{PORT})", "HOST:PORT")
     python: str | None = _flag(None, "interpreter of the training script (this one)", "PATH")
     flags: list[str] = field(default_factory=list)
-    is_census: bool = False
+    is_light: bool = False
+    block_s: float | None = None
+    over: str = ""
+    value: int = 0
     cycles_s: float | None = None
     doctor_s: float = 0.0
     tolerance: float | None = None

@@ -100,10 +100,10 @@ def parse(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def named_step(step: str) -> tuple[str, list[str]]:
-    """Return a label for a step, FILE.py:FUNCTION, and the flags of its script."""
+def named_step(step: str, is_sized: bool = False) -> tuple[str, list[str]]:
+    """Return a label for a step, FILE.py:FUNCTION, and the flags of its script; `is_sized`: it has to take a size."""
     try:
-        path, function = step_file.split(step)
+        path, function = step_file.split(step, is_sized)
         digest = step_file.digest(step)
     except ValueError as error:
         raise Mistake(str(error)) from None

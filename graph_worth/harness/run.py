@@ -103,17 +103,21 @@ def _require_sound(begun: Partial) -> None:
 
 def _header(request, args) -> dict:
     env = request.host["env"]
+    # A worker that runs says more of them.
+    pairs = list(zip(request.gpus.names, request.gpus.uuids, strict=True))[: args.ngpu]
+    gpus = [{"name": name, "uuid": uuid} for name, uuid in pairs]
     return {
         "schema": run_file.SCHEMA,
         "id": new_id(env),
         **{key: getattr(request, key) for key in ("model", "preset", "label", "flags", "ranks")},
+        **{key: getattr(args, key) for key in ("over", "value")},
         "source": {key: env[name] for key, name in SOURCE.items()} | {"clean": env["git_dirty"] is False},
         "begin_utc": partial.utc(),
         "control": "" if args.no_control else CONTROL,
-        "parity": "blocks" if args.is_census else "courses",
+        "parity": "blocks" if args.is_light else "courses",
         "request": {"gpus": list(request.gpus.uuids[: args.ngpu])}
         | {key: getattr(args, key) for key in ask.flags_for("header")},
-        "host": {"boot": env["boot_id"], "cpu": env["cpu"], "gpus": [], "versions": {"torch": env["torch"]}},
+        "host": {"boot": env["boot_id"], "cpu": env["cpu"], "gpus": gpus, "versions": {"torch": env["torch"]}},
         "builds": {
             build.name: {key: getattr(build, key) for key in ("apart", "fields", "variants", "asked_layers")}
             for build in request.builds
@@ -131,9 +135,10 @@ def settings_of(args: Options, preset: str) -> Settings:
     """Return how long to measure a preset."""
     size = "tiny" if preset.startswith("tiny") else "other"
     is_own = args.model == OWN_STEP
+    block_s = args.block_s or (OWN_BLOCK_S if is_own else BLOCK_S[size])
+    given = {"cycles": args.cycles or CYCLES[size], "block_s": min(block_s, BLOCK_S[size])}
     return Settings(
-        **ask.values_for(Settings, args) | {"cycles": args.cycles or CYCLES[size]},
-        block_s=OWN_BLOCK_S if is_own and size != "tiny" else BLOCK_S[size],
+        **ask.values_for(Settings, args) | given,
         most_blocks_s=1.0 if is_own else 4.0,
         compiles_once=is_own,
         control="" if args.no_control else CONTROL,
@@ -163,12 +168,24 @@ def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> N
                 of_build = settings if build is usual else replace(settings, cycles=fewest)
                 measured.append(BuildMeasurement(BuildWorker(build, of_build, facts, log, _say, ahead)))
                 _measure_build(measured[-1], facts)
-            for base in dict.fromkeys(build.base for build in measured if build.base and not settings.is_census):
+            for base in dict.fromkeys(build.base for build in measured if build.base and not settings.is_light):
                 alike = [build for build in measured if build.base == base]
                 alike[-1].measure_base(alike)
     finally:
         ahead.end()
     facts.add("end", end_utc=partial.utc())
+
+
+def log_of(facts: Partial) -> Path:
+    """Return the file of what the training script prints."""
+    return facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
+
+
+def begun_run(request: ask.Ask, args: Options) -> tuple[Partial, Run]:
+    """Measure all builds of a model, and return the facts, not sealed yet, with the run that they make."""
+    facts = open_run(request, args)
+    measure_run(request, args, facts, log_of(facts))
+    return facts, partial.folded(facts.facts)
 
 
 def _measure_build(measurement: BuildMeasurement, facts: Partial) -> None:
@@ -252,11 +269,9 @@ def _measure_one(request, args) -> tuple[Run, Path | None]:
     # A step of somebody's own may run in an interpreter with another torch.
     words = [] if is_own else [f"torch {torch}", " ".join(request.flags)]
     _say("  ".join(filter(None, [request.name, where, *words])))
-    facts = open_run(request, args)
-    log = facts.path.with_name(facts.path.name.removesuffix(partial.SUFFIX) + ".log")
-    measure_run(request, args, facts, log)
+    facts, run = begun_run(request, args)
+    log = log_of(facts)
     if not facts.of("cycle"):
-        run = partial.folded(facts.facts)
         facts.close()
         facts.path.unlink()
         printed = f"; what the script printed is in {shown(log)}" if log.is_file() and log.stat().st_size else ""

@@ -15,6 +15,7 @@ class Config(Timing):
 
     step: str = option("", "the step: FILE.py:FUNCTION, of a function build(device)")
     step_digest: str = option("", "used by make measure: the file's content")
+    size: int = option(0, "used by make sweep: the second argument of build(device, size) (0: it gets none)")
     as_captured: bool = option(False, "used by make measure: compare steps that are told that a stream captures")
     compile_limit_s: float = option(60.0, "seconds after which compiled variants are left out (0: none)")
     min_steps: int = option(10, "steps of a run, unless --steps says otherwise")

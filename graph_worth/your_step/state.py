@@ -36,13 +36,13 @@ class StepState:
     # The reason, once it was given up.
     gave_up_compiling = ""
 
-    def __init__(self, text: str, device: torch.device, prog: str):
+    def __init__(self, text: str, device: torch.device, prog: str, size: int = 0):
         self.text, self.device = text, device
         self.path = step_file.split(text)[0].resolve()
         with user_file.watchdog(prog):
             threads = set(threading.enumerate())
             with host_values.noting_unseeded() as unseeded:
-                handed = user_file.load(text, device)
+                handed = user_file.load(text, device, size)
             # A source of random numbers on the host that gives other data in each process, or "".
             self.unseeded = next(iter(unseeded), "")
             self.step, self.batches, self.owned = handed.step, handed.batches, handed.owned

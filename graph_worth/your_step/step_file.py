@@ -14,11 +14,11 @@ FOLDER = "GRAPH_WORTH_FOLDER"
 PROG = "GRAPH_WORTH_PROG"
 
 
-def split(text: str) -> tuple[Path, str]:
+def split(text: str, is_sized: bool = False) -> tuple[Path, str]:
     """Return the file and the function of FILE.py:FUNCTION; without a function it is `build`.
 
     Raises:
-        ValueError: there is no such file, or no function of that name in it.
+        ValueError: there is no such file, or no function of that name in it, or with `is_sized` one of one argument.
     """
     name, colon, function = text.rpartition(":")
     name, function = (name, function) if colon and not function.endswith(".py") else (text, "build")
@@ -32,6 +32,8 @@ def split(text: str) -> tuple[Path, str]:
     escaped = re.escape(function)
     if not re.search(rf"(?m)^(def {escaped}\s*\(|{escaped}\s*=|from .*\b{escaped}\b)", source):
         raise ValueError(f"--step {text}: {name} has no function {function}(device), it takes {FORM}")
+    if is_sized and re.search(rf"(?m)^def {escaped}\s*\([^,)]*,?\s*\)", source):
+        raise ValueError(f"--step {text}: {function} takes no size; a sweep calls {function}(device, size)")
     return path, function
 
 

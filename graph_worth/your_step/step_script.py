@@ -25,7 +25,7 @@ from graph_worth.your_step.trial import Trial
 def build(config: Config, device: torch.device, ranks) -> Training:
     """Make a Training of the function that --step names."""
     step_file.split(config.step)
-    state = StepState(config.step, device, "python -m graph_worth.your_step.step_script")
+    state = StepState(config.step, device, "python -m graph_worth.your_step.step_script", config.size)
     state.compile_limit_s = config.compile_limit_s
     counted, notes = flops.of_step(lambda: state.train(0), state.reset)
     return Training(

@@ -37,8 +37,8 @@ class Handed:
     make_mine: Callable | None = None
 
 
-def load(text: str, device: torch.device) -> Handed:
-    """Import the file of FILE.py:FUNCTION, call its function and check what it returns.
+def load(text: str, device: torch.device, size: int = 0) -> Handed:
+    """Import the file of FILE.py:FUNCTION, call its function, with a size unless it is 0, and check what it returns.
 
     The folder of FOLDER is the current one from then on, and is on sys.path behind the file's.
 
@@ -61,7 +61,7 @@ def load(text: str, device: torch.device) -> Handed:
     try:
         with mock.patch.object(sys, "argv", [str(path)]):
             spec.loader.exec_module(module)
-            returned = getattr(module, name)(device)
+            returned = getattr(module, name)(device, *([size] if size else []))
     except torch.OutOfMemoryError:
         raise
     except (Exception, SystemExit) as error:

@@ -29,7 +29,7 @@ def test_all_workloads_are_eager_and_one_graph_of_each_model_and_of_two_steps(tm
         *eagers, graph = build.variants
         assert eagers[0] == "eager" and {build.variants[eager]["kind"] for eager in eagers} == {"eager"}, name
         assert build.variants[graph]["kind"] == "graph" and build.variants[graph]["headline"], name
-        assert (options.cycles, options.no_control, options.is_census) == (census.CYCLES, True, True)
+        assert (options.cycles, options.no_control, options.is_light) == (census.CYCLES, True, True)
     graphs = {name: list(request.builds[0].variants)[-1] for name, request, _ in wanted}
     assert graphs["gpt3"] != "graph_step" == graphs["muon"] == graphs["llama31"]
     assert len(asked("--model", "gpt3,rnnt")) == 2

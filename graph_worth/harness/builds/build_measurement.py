@@ -44,8 +44,8 @@ class BuildMeasurement:
 
     def measure(self) -> None:
         """Measure the build; OutOfVariants where eager, or every eager variant, cannot run."""
-        phases = [self._measure_cycles, self._look_again, self._profile]
-        if not self.settings.is_census:
+        phases = [self._measure_eager_alone, self._measure_cycles, self._look_again, self._profile]
+        if not self.settings.is_light:
             first = [self._measure_first_alone, self._check_parity]
             # A model with other kernels for parity has a process for it.
             phases = [*first[:: -1 if self.request.parity_environment else 1], self._measure_cycles, self._look_again]
@@ -206,12 +206,12 @@ class BuildMeasurement:
         period = self.worker.facts["period"]
         return self.partial.add("plan", build=self.request.name, base=base, steps=steps, paces=paces, period=period)
 
-    def _hold(self, variant):
+    def _hold(self, variant, is_only=False):
         """Have a warm worker with all variants, or with this one where each block has a process of its own."""
         worker = self.worker
         if worker.apart:
             worker.end()
-        wanted = [variant] if worker.apart else worker.remaining()
+        wanted = [variant] if worker.apart or is_only else worker.remaining()
         for name in wanted:
             if name not in worker.captured:
                 with self._timed("capture"):
@@ -262,7 +262,7 @@ class BuildMeasurement:
         missing = self._missing("profile")
         if missing:
             self.say(
-                "  profiles" if self.settings.is_census else "  profiles, and parity on the graphs that were timed"
+                "  profiles" if self.settings.is_light else "  profiles, and parity on the graphs that were timed"
             )
         with self._timed("profile"):
             for variant in missing:
@@ -307,6 +307,19 @@ class BuildMeasurement:
                 return
             # The driver counts kernels that the first one has loaded.
             is_only = False
+
+    def _measure_eager_alone(self):
+        """Time eager in the process of the blocks, for a block's seconds and ten steps at least, before any capture."""
+        if self._of("cycle") or self.worker.apart or self.worker.shares or not self.worker.is_fresh():
+            return
+        if not self._has_gpu():
+            return
+        with self._timed("alone"):
+            for variant in filter(self.worker.remaining().__contains__, self.request.eagers):
+                self._hold(variant, is_only=True)
+                steps = max(judge.LEAST_ALONE, int(1e3 * self.settings.block_s / self.worker.paces[variant]["ms"]))
+                command = ALONE | {"steps": steps, "seconds": None}
+                self._add("alone", variant, is_only=False, **self.worker.ask(variant, command))
 
     def _measure_memory(self):
         """Give the other headline variants and graphs a process each, for their memory."""

@@ -21,7 +21,7 @@ class Settings:
         most_blocks_s: the slowest variant makes as many steps as the fastest, for at most so many times block_s.
         control: name of the base's repetition in each cycle; "" for none.
         cycles_s: from FEWEST_CYCLES on no cycle begins with which all would take longer. None: all cycles are made.
-        is_census: the losses of blocks are the parity, and nothing is measured beside cycles and profiles.
+        is_light: the losses of blocks are the parity, and nothing is measured beside cycles, profiles and eager alone.
         audits: each variant also trains from a state of its own, which eager repeats in another process.
         compiles_once: a compiled variant is timed as its parity was checked, since compiling takes long.
     """
@@ -36,7 +36,7 @@ class Settings:
     cycles_s: float | None = None
     audits: bool = True
     compiles_once: bool = False
-    is_census: bool = False
+    is_light: bool = False
 
     @property
     def is_short(self) -> bool:

@@ -417,6 +417,7 @@ class Run(Struct, kw_only=True):
 
     Attributes:
         parity: "courses", or "blocks" where nothing but the losses of the blocks shows that variants train alike.
+        over, value: of a point of a sweep: the quantity that varies, and its value; "" and 0 of other runs.
     """
 
     schema: Index
@@ -437,6 +438,8 @@ class Run(Struct, kw_only=True):
     whole: bool
     seconds: dict[Name, Amount]
     parity: Literal["courses", "blocks"] = "courses"
+    over: Name = ""
+    value: Whole = 0
     builds: dict[Name, Build]
 
     @property
@@ -444,15 +447,29 @@ class Run(Struct, kw_only=True):
         """The name for people, see title_of."""
         return title_of(self.model, self.preset, self.label)
 
+    @property
+    def swept_label(self) -> str:
+        """The label without the value of a sweep's point."""
+        return without_value(self.label, self.over, self.value)
+
 
 class Census(Struct, kw_only=True):
-    """Short runs of several workloads on one host, in one file. `left_out`: workload -> reason."""
+    """Short runs of several workloads on one host, or the points of a sweep, in one file.
+
+    Attributes:
+        left_out: workload -> reason.
+    """
 
     schema: Index
     census: Literal[True]
     id: Name
     left_out: dict[Name, Text]
     runs: list[Run]
+
+
+def without_value(label: str, over: str, value: int) -> str:
+    """Return the label that all points of a sweep have in common: "" for sequence-128."""
+    return label.removesuffix(f"{over}-{value}").rstrip("-") if over else label
 
 
 class Epoch(Struct, kw_only=True):
@@ -513,6 +530,11 @@ def stem(preset: str) -> str:
 def folder_of(model: str, preset: str, label: str) -> str:
     """Return the name of the folder of a model's runs, as gpt3-bench."""
     return "-".join(filter(None, [model.removeprefix("common."), preset, label]))
+
+
+def folder_of_sweep(model: str, preset: str, label: str, over: str) -> str:
+    """Return the name of the folder of a sweep, as gpt3-bench-over-batch."""
+    return folder_of(model, preset, "-".join(filter(None, [label, "over", over])))
 
 
 def digits(value: float) -> str:

@@ -22,6 +22,7 @@ from graph_worth.harness.files.facts import (
     Block,
     Build,
     CaptureFacts,
+    Census,
     Course,
     Cycle,
     Profile,
@@ -116,11 +117,23 @@ def seal(partial: Partial) -> Path:
         OSError: the disk takes no file; the partial one stays.
     """
     path = partial.path.with_name(partial.path.name.removesuffix(SUFFIX) + ".json")
-    write_text(path, run_file.as_bytes(folded(partial.facts)))
-    os.chmod(path, 0o444)
+    _write(path, folded(partial.facts))
     partial.close()
     partial.path.unlink()
     return path
+
+
+def seal_together(folder: Path, id: str, runs: list[Run], left_out: dict[str, str]) -> Path:
+    """Write the one file of several runs, and return its path. Their partial files stay."""
+    path = folder / f"{id}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(path, Census(schema=run_file.SCHEMA, census=True, id=id, left_out=left_out, runs=runs))
+    return path
+
+
+def _write(path, content):
+    write_text(path, run_file.as_bytes(content))
+    os.chmod(path, 0o444)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -148,6 +161,7 @@ def folded(facts: list[dict]) -> Run:
         **{key: header[key] for key in OF_HEADER},
         "flags": [without_folders(flag) for flag in header["flags"]],
         "parity": header.get("parity", "courses"),
+        **{key: header[key] for key in ("over", "value") if key in header},
         "device": "cuda" if host["gpus"] else "cpu",
         "versions": host["versions"],
         "host": host | {"gpus": worker.get("gpus", host["gpus"])},
