@@ -165,6 +165,9 @@ COLUMNS = {
     "model": Column(TEXT, "folder of the model", lambda at: at.workload.model),
     "preset": Column(TEXT, "preset; bench-l6 where the GPU held 6 layers of more", lambda at: at.workload.preset),
     "label": Column(TEXT, "flags behind the preset", lambda at: at.workload.label),
+    "over": Column(TEXT, 'quantity of a sweep of which it is a point, as sequence; ""', lambda at: at.run.over),
+    "swept_label": Column(TEXT, "the run's label without it", lambda at: at.run.swept_label),
+    "value": Column(COUNT, "its value", lambda at: at.run.value or None),
     "build": Column(TEXT, 'build of the run; "" for the preset itself', lambda at: at.workload.build),
     "process": Column(TEXT, "build in the file, as +compiled", lambda at: at.process),
     "busy_processes": Column(COUNT, "number beside the steps; 0 in quiet cycles", lambda at: at.workload.busy),
@@ -246,6 +249,7 @@ class Row(NamedTuple):
     model: str
     preset: str
     label: str
+    over: str  # quantity, where the newest run is a point of a sweep
     build: str
     busy_processes: int
     digest: str

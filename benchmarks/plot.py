@@ -20,11 +20,15 @@ from graph_worth.harness.pages.cells import counted
 
 def draw(results: frame.Results, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """Write the figures as SVG; return the title of each that was drawn, and the reason of each that was not."""
-    from benchmarks.figures import roofline, style
+    from benchmarks.figures import roofline, style, sweep
 
     drawn, left_out = {}, {}
+    figures = roofline.FIGURES | sweep.figures(results)
+    for path in folder.glob("sweep-*.svg"):
+        if path.stem not in figures:
+            path.unlink()
     with style.applied():
-        for name, make in roofline.FIGURES.items():
+        for name, make in figures.items():
             try:
                 page = make(results)
             except style.NotDrawn as reason:

@@ -27,7 +27,7 @@ def draw(results: Results) -> Page:
     if not len(points):
         raise NotDrawn("no graph on a GPU has a gain and a profile")
     names = [
-        headlines.title_of(model, preset, label) for model, preset, label in points[["model", "preset", "label"]].values
+        headlines.title_of(*where) for where in points[["model", "preset", "swept_label"]].itertuples(index=False)
     ]
     points = points.assign(name=names, short=points["gpu"].map(headlines.short))
     # Workloads with most points first: those beyond the colours share one.
@@ -55,8 +55,8 @@ def draw(results: Results) -> Page:
     axes.set_xlabel("mean kernel of the eager step, us")
     axes.set_ylabel("gain", labelpad=1)
     axes.grid(True)
-    _ticks(axes.xaxis, KERNELS, "", page.WIDTH - page.MARGIN - LEFT)
-    _ticks(axes.yaxis, GAINS, "x", TALL)
+    mark(axes.xaxis, KERNELS, "", page.WIDTH - page.MARGIN - LEFT)
+    mark(axes.yaxis, GAINS, "x", TALL)
     for host_us in HOSTS:
         shown = [us for us in (low, host_us, high) if low <= us <= high]
         axes.plot(shown, [max(1.0, host_us / us) for us in shown], color=FAINT, linewidth=1.0, zorder=2, gid="host")
@@ -73,7 +73,7 @@ def draw(results: Results) -> Page:
     return page
 
 
-def _ticks(axis, values: Sequence[float], unit: str, inches: float) -> None:
+def mark(axis, values: Sequence[float], unit: str, inches: float) -> None:
     """Mark those of the values that stand at least 0.3 inches apart on a log axis."""
     low, high = axis.get_view_interval()
     least = (high / low) ** (0.3 / inches)

@@ -239,7 +239,8 @@ def _graphs(results: Results) -> DataFrame:
     rows = results.rows
     graphs = rows["row"][(rows["kind"] == "graph") & ~rows["control"] & (rows["gpu"] != "CPU")]
     every = frame.timed(results.points)
-    kept = _with_key(every[every["row"].isin(graphs) & (every["status"] == PASS)])
+    # A point of a sweep stands in the sweep's table.
+    kept = _with_key(every[every["row"].isin(graphs) & (every["status"] == PASS) & (every["over"] == "")])
     opened = kept[kept["row"].isin(frame.opened(kept))]
     return kept[pd.MultiIndex.from_frame(kept[_GRAPH]).isin(pd.MultiIndex.from_frame(opened[_GRAPH]))]
 

@@ -8,6 +8,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: trust -->       hosts, controls, ceilings and failures, in a line each
     <!-- table: row gpt3 -->    the gain of a model's headline graph, in a line
     <!-- table: model gpt3 -->  the variants of a model on GPUs beside their bases
+    <!-- table: sweeps gpt3 --> the sweeps of a model, with figures and the sizes at which gains end; "" without any
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
     <!-- table: scopes -->      Megatron's scopes beside the variants here; "scopes llama31": all of one model
     <!-- table: memory -->      parameterized launches beside eager and other graphs: ms, and memory alone in a process
@@ -31,7 +32,7 @@ from pandas import DataFrame
 
 from benchmarks import frame
 from benchmarks.frame import Results, Row
-from benchmarks.pages import epochs_table, headlines, memory_table, operator_page, published, roofline, scopes, tables
+from benchmarks.pages import epochs_table, headlines, memory_table, operator_page, published, roofline, scopes, sweeps, tables
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.tables import TWO
 from graph_worth.folders import OWN_STEP, ROOT
@@ -234,7 +235,8 @@ def _decide(results, page, argument):
 
 def _model(results, page, argument):
     rows = _on_gpus(results.rows)
-    rows = rows[rows["model"] == argument]
+    # The points of a sweep have a table of their own.
+    rows = rows[(rows["model"] == argument) & (rows["over"] == "")]
     timed = frame.records(rows[rows["status"] == PASS])
     if not timed:
         return "Not measured in blocks on a GPU yet."
@@ -291,7 +293,7 @@ def _lengths(results, page, argument):
 def _nvidia(results, page, argument):
     lines = []
     rows = _on_gpus(results.rows)
-    rows = rows[rows["busy_processes"] == 0]
+    rows = rows[(rows["busy_processes"] == 0) & (rows["over"] == "")]
     for publication in published.published():
         order = list(publication.presets)
         same = rows[(rows["model"] == publication.model) & (rows["variant"] == publication.variant)]
@@ -368,6 +370,7 @@ _TABLES: dict[str, Callable[[Results, Path, str], str]] = {
     "trust": _trust,
     "row": _row,
     "model": _model,
+    "sweeps": sweeps.markdown,
     "decide": _decide,
     "scopes": scopes.markdown,
     "operators": operator_page.markdown,

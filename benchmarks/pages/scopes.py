@@ -70,7 +70,7 @@ def _rows(results: Results, model: str, variant: str) -> list[Row]:
     """The rows of a variant on GPUs, of a quiet host and of the preset that is measured as it is."""
     rows = results.rows
     is_quiet = (rows["gpu"] != "CPU") & (rows["busy_processes"] == 0) & (rows["build"] == "")
-    is_plain = rows["preset"].map(stem).isin(["bench", "qwen3_share"])
+    is_plain = rows["preset"].map(stem).isin(["bench", "qwen3_share"]) & (rows["over"] == "")
     return results.records(is_quiet & is_plain & (rows["model"] == model) & (rows["variant"] == variant))
 
 

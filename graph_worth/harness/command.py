@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import itertools
 import math
 import os
 import signal
@@ -46,11 +47,15 @@ amount = checked(float, lambda number: 0 < number < math.inf, "a number above 0"
 
 
 def values(text: str) -> list[int]:
-    """Return 1,2,4 as sorted numbers without doubles."""
+    """Return 1,2,4 as sorted numbers, of which none stands twice."""
     words = words_of(text)
     if not words or not all(word.isascii() and word.isdigit() and int(word) for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers from 1 up, as in 1,2,4")
-    return sorted({int(word) for word in words})
+    numbers = sorted(map(int, words))
+    twice = next((number for number, following in itertools.pairwise(numbers) if number == following), None)
+    if twice is not None:
+        raise argparse.ArgumentTypeError(f"{twice} stands twice in {text!r}")
+    return numbers
 
 
 def words_of(text: str) -> list[str]:

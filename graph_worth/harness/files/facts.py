@@ -449,8 +449,8 @@ class Run(Struct, kw_only=True):
 
     @property
     def swept_label(self) -> str:
-        """The label without the value of a sweep's point."""
-        return without_value(self.label, self.over, self.value)
+        """The label that all points of a sweep have in common: "" for sequence-128."""
+        return self.label.removesuffix(f"{self.over}-{self.value}").rstrip("-") if self.over else self.label
 
 
 class Census(Struct, kw_only=True):
@@ -465,11 +465,6 @@ class Census(Struct, kw_only=True):
     id: Name
     left_out: dict[Name, Text]
     runs: list[Run]
-
-
-def without_value(label: str, over: str, value: int) -> str:
-    """Return the label that all points of a sweep have in common: "" for sequence-128."""
-    return label.removesuffix(f"{over}-{value}").rstrip("-") if over else label
 
 
 class Epoch(Struct, kw_only=True):
