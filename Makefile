@@ -31,18 +31,18 @@ help: ## this list
 # MODEL      ## bench, sweep, submit, compare: folder, as in MODEL=gpt3; bench, census, submit: a,b; bench: all
 # PRESET     ## bench, census, sweep, submit: tiny, bench, or another of the model's (bench on a GPU, else tiny)
 # VARIANTS   ## bench, measure, submit: some of the model's, as in VARIANTS=eager,graph_step, or all (the headline ones)
-# CYCLES     ## bench, measure, census, sweep, submit: number of cycles (8; tiny: 3; census: 4), or auto: until +-0.5 %
+# CYCLES     ## bench, measure, census, sweep, submit: number of cycles (8; tiny, light points: 3; census: 4), or auto
 # MINUTES    ## bench, measure, submit: go on with cycles so long; census, epochs, sweep, submit with OVER: start nothing late
 # NGPU       ## bench, measure, doctor, sweep, submit: number of GPUs, or of ranks on the CPU (1)
-# HOST_LOAD  ## bench, measure, sweep, submit: busy processes in every second cycle (0); host: their number (cores)
+# HOST_LOAD  ## bench, measure, submit: busy processes in every second cycle (0); host: their number (cores)
 # OUT        ## bench, measure, census, epochs, sweep, submit: root of the runs (runs); compare, frame, plots: what is read (results)
 # LABEL      ## bench: ends the name of the runs' folder (made of the flags after --)
-# STEP       ## measure, doctor: your own training step, as in STEP=my_step.py:build (docs/your_step.md)
+# STEP       ## measure, doctor, sweep: your own training step, as in STEP=my_step.py:build (docs/your_step.md)
 # RUN        ## publish, judge: a run file
 # TABLE      ## frame: points (a row a run, build, variant and number of busy processes), rows, archive, faults
 # TO         ## frame: the file, of csv or parquet, as in TO=rows.csv (runs/frame.csv)
 # BASE       ## compare: earlier results; fails where OUT has changed from them, up or down
-# OVER       ## sweep, submit: the quantity that varies, as in OVER=batch; the model says which it has
+# OVER       ## sweep, submit: the quantity that varies, as in OVER=batch; the model says which it has; of STEP a word
 # VALUES     ## sweep, submit: values of OVER, as in VALUES=1,2,4
 # VARIANT    ## sweep, submit: what stands against eager (the model's first graph)
 # NODES      ## submit: nodes of one job, NGPU ranks on each (1; of PRESET=mlperf those of the submission)
@@ -91,7 +91,7 @@ judge: ## what each rule says of a run file, RUN=..., and why it is a headline o
 	$(setup) core
 	$(from_make) judge
 
-sweep: ## MODEL at several VALUES of the quantity OVER, and a table of all
+sweep: ## MODEL or STEP at several VALUES of the quantity OVER: a file, a table, and where the gain ends
 	$(setup) core
 	$(from_make) sweep
 

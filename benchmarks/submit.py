@@ -113,7 +113,7 @@ class JobPlan:
         if "{}" in str(base):
             raise Mistake(f"--out {base}: without braces, they stand for a task's item")
         if args.values:
-            base = base if args.out else base / f"{self.models[0]}-{args.preset}-{args.over}{load}"
+            base = base if args.out else base / f"{self.models[0]}-{args.preset}-{args.over}"
             return base, base / f"{args.over}-{{}}"
         if len(self.models) == 1 and args.out:
             return base, base
@@ -142,10 +142,10 @@ class JobPlan:
         if args.over:
             which = ["--model", self.models[0], "--over", args.over, "--values", "{}"]
             which += ["--variant", args.variant] if args.variant else []
-            words += ["benchmarks.sweep", *self.items, "--", *which, "--preset", args.preset, "--out", str(self.base)]
+            words += ["benchmarks.sweep", *self.items, "--", *which]
         else:
-            words += ["benchmarks.run", *self.items, "--", "--model", "{}", "--preset", args.preset]
-            words += ["--out", str(self.runs)]
+            words += ["benchmarks.run", *self.items, "--", "--model", "{}"]
+        words += ["--preset", args.preset, "--out", str(self.runs)]
         return [*words, *self.asked, *(["--", *args.flags] if args.flags else [])]
 
     def sbatch_collate(self, job: str) -> list[str]:
@@ -185,6 +185,7 @@ def _require_sense(args, models):
         "--over and --values belong together, as in --over batch --values 1,2,4": bool(args.over) != bool(args.values),
         "--over takes one --model; submit once for each": args.over and len(models) > 1,
         "--variants with --over: a sweep compares eager with one variant, --variant": args.over and args.variants,
+        "--host-load with --over: a sweep is measured without other work": args.over and args.host_load,
         "--variant is for a sweep, --over is missing; --variants takes several": args.variant and not args.over,
         "--variant eager: a sweep compares eager with another variant": args.variant == "eager",
         "--mounts is for a container, --image is missing": args.mounts and not args.image,

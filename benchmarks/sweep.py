@@ -32,7 +32,6 @@ from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Run, folder_of_sweep
 from graph_worth.harness.judge import FAILED, PASS, Judged
 from graph_worth.harness.pages import cells, run_table
-from graph_worth.harness.pages.cells import milliseconds
 from graph_worth.harness.processes import launch, locks
 from graph_worth.text import printable, without_folders
 
@@ -64,8 +63,6 @@ def parse(argv=None) -> argparse.Namespace:
     args, args.rest = parser.parse_known_args(words)
     args.flags = flags
     command.require_printable(parser, [*words, *flags])
-    if bool(args.model) == bool(args.step):
-        parser.error("--model NAME or --step FILE.py:BUILD, one of both")
     for name in REFUSED.keys() & {word.partition("=")[0] for word in args.rest}:
         parser.error(f"{name}: {REFUSED[name]}")
     return args
@@ -120,6 +117,8 @@ class Sweep:
     """One call of the command."""
 
     def __init__(self, args: argparse.Namespace):
+        if bool(args.model) == bool(args.step):
+            raise Mistake("a sweep takes --model NAME or --step FILE.py:BUILD, one of both")
         self.args = args
         self.model, self.name = script.find_model(args.model or OWN_STEP), ""
         if args.step:
@@ -166,6 +165,7 @@ class Sweep:
     def measure_all(self) -> int:
         """Measure every point that is asked for, write the file, print the table, and return the exit status."""
         minutes, begin_s, longest_s = self.args.minutes, time.monotonic(), 0.0
+        self.root.mkdir(parents=True, exist_ok=True)
         before, done = self.measured(), []
         points = {value: point for value, (_, point) in before.items()}
         missing = [value for value in self.flags if value not in before]
@@ -174,7 +174,8 @@ class Sweep:
         full = [value for value in missing if self._is_full(value)]
         left_s = FULL_S * len(full) + LIGHT_S * (len(missing) - len(full))
         in_full = f" ({', '.join(map(str, full))} in full)" if full else ""
-        print(f"{cells.counted(len(missing), 'point')} to measure{in_full}, about {left_s / 60:.0f} minutes", flush=True)
+        number = cells.counted(len(missing), "point")
+        print(f"{number} to measure{in_full}, about {left_s / 60:.0f} minutes on a GPU", flush=True)
         uuids = [] if self.request.launch.nnodes > 1 else list(self.request.gpus.uuids[: self.request.launch.ngpu])
         with locks.gpu_locks(uuids, self.request.name) as others:
             for text in others:
@@ -213,8 +214,8 @@ class Sweep:
         points = {}
         for path, facts in sorted(run_file.find(self.root)[0], key=lambda pair: pair[1].begin_utc):
             point = self._point(facts) if self._is_asked(facts) else None
-            request, options = self.asks.get(facts.value, (None, None))
-            least = run.settings_of(options, request.preset).least_cycles if request else 1
+            asked = self.asks.get(facts.value)
+            least = run.settings_of(asked[1], self.request.preset).least_cycles if asked else 1
             if point is not None and point.judged is not None and len(point.judged.build.cycles) >= least:
                 points[facts.value] = path, point
         return points

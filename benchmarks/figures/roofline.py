@@ -26,9 +26,7 @@ def draw(results: Results) -> Page:
     points = roofline.points(results)
     if not len(points):
         raise NotDrawn("no graph on a GPU has a gain and a profile")
-    names = [
-        headlines.title_of(*where) for where in points[["model", "preset", "swept_label"]].itertuples(index=False)
-    ]
+    names = [headlines.title_of(*where) for where in points[["model", "preset", "swept_label"]].itertuples(index=False)]
     points = points.assign(name=names, short=points["gpu"].map(headlines.short))
     # Workloads with most points first: those beyond the colours share one.
     most = sorted(set(names), key=lambda name: (-names.count(name), name))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from benchmarks import crossing
-from benchmarks.figures import roofline, style
+from benchmarks.figures import roofline
 from benchmarks.figures.style import FAINT, INK, SMALL, Page
 from benchmarks.frame import Results
 from benchmarks.pages import headlines, sweeps

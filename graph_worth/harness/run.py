@@ -184,7 +184,8 @@ def log_of(facts: Partial) -> Path:
 def begun_run(request: ask.Ask, args: Options) -> tuple[Partial, Run]:
     """Measure all builds of a model, and return the facts, not sealed yet, with the run that they make."""
     facts = open_run(request, args)
-    measure_run(request, args, facts, log_of(facts))
+    if not facts.of("end"):
+        measure_run(request, args, facts, log_of(facts))
     return facts, partial.folded(facts.facts)
 
 

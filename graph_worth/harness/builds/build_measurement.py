@@ -261,9 +261,7 @@ class BuildMeasurement:
         paces, is_short = self._of("plan")[-1]["paces"], self.settings.is_short
         missing = self._missing("profile")
         if missing:
-            self.say(
-                "  profiles" if self.settings.is_light else "  profiles, and parity on the graphs that were timed"
-            )
+            self.say("  profiles" if self.settings.is_light else "  profiles, and parity on the graphs that were timed")
         with self._timed("profile"):
             for variant in missing:
                 self._hold(variant)

@@ -188,9 +188,6 @@ def test_an_array_covers_the_points_of_a_sweep(cluster, tmp_path):
         run = only_run(out / f"layers-{value}")
         assert run.builds[""].config["layers"] == value
         assert (run.host.slurm["array_job_id"], run.host.slurm["array_task_id"]) == (job, str(task))
-    # The task that ends last prints the points of both.
-    texts = [text_of(out, f"slurm-{job}_{task}.out").partition("over layers")[2] for task in (0, 1)]
-    assert any({"1", "2"} <= {line.strip()[:1] for line in text.splitlines()} for text in texts), texts
     said = text_of(out, f"collate-{collate}.out")
     assert f"job {job}: 2 of 2 tasks ended well" in said
     assert all(f"gpt3/tiny layers-{value}  graph_layer" in said for value in (1, 2))
