@@ -43,7 +43,8 @@ def draw(swept: sweeps.Sweep) -> Page:
     roofline.mark(axes.xaxis, values, "", wide)
     roofline.mark(axes.yaxis, roofline.GAINS, "x", TALL)
     axes.axhline(crossing.LEAST_GAIN, color=FAINT, linewidth=1.0, linestyle="--", zorder=2, gid="least")
-    for colour, host in zip(roofline.COLOURS * (1 + len(hosts) // len(roofline.COLOURS)), hosts, strict=False):
+    colours = roofline.COLOURS * (1 + len(hosts) // len(roofline.COLOURS))
+    for colour, host in zip(colours, hosts, strict=False):
         curve = points[points["host"] == host]
         axes.plot(curve["value"], curve["ratio"], color=colour, linewidth=1.2, zorder=3, gid="curve")
         for point in curve.itertuples():
@@ -54,6 +55,11 @@ def draw(swept: sweeps.Sweep) -> Page:
                 text = f"{point.kernel_us:.0f}"
                 where = {"textcoords": "offset points", "xytext": (0, -7), "ha": "center", "va": "top"}
                 axes.annotate(text, (point.value, point.ratio), fontsize=SMALL, color=INK, zorder=5, **where)
-    for index, (colour, host) in enumerate(zip(roofline.COLOURS, hosts, strict=False) if len(hosts) > 1 else ()):
-        page.text(LEFT, TALL + 0.6 + ROW * index, f"host {host[:6]}", color=colour, fontsize=SMALL)
+    if len(hosts) > 1:
+        legend = page.axes(LEFT, TALL + 0.55, wide, ROW * len(hosts))
+        legend.set(xlim=(0, wide), ylim=(ROW * len(hosts), 0))
+        legend.set_axis_off()
+        for index, (colour, host) in enumerate(zip(colours, hosts, strict=False)):
+            legend.plot(0.1, ROW * (index + 0.5), "o", color=colour, markersize=5, gid="legend")
+            legend.text(0.25, ROW * (index + 0.5), f"host {host[:6]}", va="center", fontsize=SMALL)
     return page

@@ -1,6 +1,7 @@
 """The sweeps of a model: of each quantity and graph a table and a figure, and the size at which its gain ends."""
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -75,7 +76,7 @@ def of(results: Results, model: str = "") -> list[Sweep]:
     eager = points[(points["kind"] == "eager") & (points["status"] != PASS)].drop_duplicates("run").set_index("run")
     points = points[(points["kind"] != "eager") & ~points["control"] & (points["busy_processes"] == 0)]
     for name in ("status", "reason"):
-        points = points.assign(**{name: points["run"].map(eager[name]).fillna(points[name])})
+        points = points.assign(**{name: points["run"].map(eager[name]).astype("string").fillna(points[name])})
     points = points.assign(asked_preset=points["preset"].map(stem))
     # The GPU held fewer layers: it is another program.
     points["ratio"] = points["ratio"].where((points["preset"] == points["asked_preset"]) & (points["status"] == PASS))
@@ -85,7 +86,7 @@ def of(results: Results, model: str = "") -> list[Sweep]:
     for (gpu, ranks, of_model, preset, label, over, variant), group in newest.groupby(KEYS, sort=True):
         gpus = f"{ranks} {headlines.short(gpu)}" if ranks > 1 else headlines.short(gpu)
         folder = folder_of_sweep(of_model, preset, label, over)
-        name = f"sweep-{gpus.replace(' ', 'x')}-{folder}-{variant}".lower()
+        name = re.sub("[^a-z0-9._]+", "-", f"sweep-{gpus.replace(' ', 'x')}-{folder}-{variant}".lower())
         words = ", ".join(filter(None, [preset if of_model != OWN_STEP else "", label, gpus]))
         sweeps.append(Sweep(name, words, of_model, over, variant, group))
     return sweeps

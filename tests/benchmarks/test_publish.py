@@ -17,7 +17,7 @@ from graph_worth.harness.files.facts import Census
 from graph_worth.harness.files.run_file import Damaged
 from graph_worth.harness.pages import run_table
 from graph_worth.machine import source
-from tests.helpers.made_run import made_run, write
+from tests.helpers.made_run import made_run, put_sweep, write
 
 GROUP = "h200x1/gpt3-bench"
 WHOLE = made_run()
@@ -219,6 +219,38 @@ def test_a_census_without_runs_or_of_two_hosts_is_refused(tmp_path, results):
     assert "of several hosts" in refused(path, results)
     path.write_bytes(run_file.as_bytes(replace(found, runs=[])))
     assert "without a run" in refused(path, results)
+
+
+def test_a_sweep_is_published_with_the_point_that_does_not_fit(tmp_path, results, capsys):
+    path = put_sweep(tmp_path / "runs", oom=(1024,))
+    assert publish.main([str(path), "--into", str(results)]) == 0
+    target, *lines = capsys.readouterr().out.splitlines()
+    assert target == str(results / "h200x1" / "llama2_lora-slice-over-sequence" / path.name)
+    assert sum("sequence-" in line for line in lines) == 4
+    assert any("sequence-1024 graph_layer: oom (no eager variant is left)" in line for line in lines)
+
+
+def named(run, over):
+    run.over, run.label = over, f"{over}-{run.value}"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda runs: [setattr(run, "preset", "tiny") for run in runs], "preset tiny"),
+        (lambda runs: setattr(runs[1], "label", "layers-2-sequence-256"), "points of several sweeps"),
+        (lambda runs: setattr(runs[1], "over", "layers"), "points of several sweeps"),
+        (lambda runs: setattr(runs[1].host, "boot", "other"), "of several hosts"),
+        (lambda runs: [named(run, "../x") for run in runs], "cannot be the name of a file"),
+    ],
+)
+def test_what_is_no_sweep_of_one_host_is_refused(tmp_path, results, change, reason):
+    assert reason in refused(put_sweep(tmp_path / "runs", change=change), results)
+
+
+def test_a_sweep_in_which_nothing_fits_is_refused(tmp_path, results):
+    path = put_sweep(tmp_path / "runs", oom=(128, 256, 512, 1024))
+    assert "nothing in it was timed" in refused(path, results)
 
 
 # ------------------------------------------------------------------------------------------------

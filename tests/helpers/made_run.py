@@ -4,7 +4,7 @@ from pathlib import Path
 
 from graph_worth.harness import judge
 from graph_worth.harness.files import partial, run_file
-from graph_worth.harness.files.facts import Alone, Run
+from graph_worth.harness.files.facts import Alone, Raised, Run
 
 STEPS = 20
 HEADER = {
@@ -167,3 +167,28 @@ def quiet(run: Run, alone_ms: float | None = None) -> Run:
     alone_ms = alone_ms or judge.judged(run)[""].ms("eager")
     build.variants["eager"].alone = Alone(peak_reserved_bytes=0, step_ms=[alone_ms] * STEPS)
     return run
+
+
+def put_sweep(root: Path, host_ms=30.0, boot="b", number=0, oom=(), change=None) -> Path:
+    """A sealed sweep of llama2_lora over sequence below a root: a host of 50 us a kernel, of which there are 600.
+
+    The GPU is busy for 10, 20, 40 and 80 ms; `oom`: values that do not fit.
+    """
+    runs = []
+    for place, value in enumerate((128, 256, 512, 1024)):
+        busy_ms, is_full = 10.0 * 2**place, place in (0, 3)
+        header = {"label": f"sequence-{value}", "flags": ["--sequence", f"{value}"], "over": "sequence", "value": value}
+        header |= {"model": "llama2_lora", "preset": "slice", "parity": "courses" if is_full else "blocks"}
+        scatter = [1.0, 1.01, 0.99]
+        ms = {"eager": [max(host_ms, busy_ms) * by for by in scatter], "graph_layer": 1.01 * busy_ms}
+        more = {"ms": ms, "issue": (host_ms, busy_ms), "kernels": 600.0, "cycles": 8 if is_full else 3, "boot": boot}
+        run = quiet(made_run(id=f"20261129T10{number}5{place}0Z-a7d396c{place}", control="", **more, **header))
+        if value in oom:
+            for name, variant in run.builds[""].variants.items():
+                reason = "out of memory" if name == "eager" else "no eager variant is left"
+                variant.blocks, variant.alone, variant.raised = [], None, Raised(kind="oom", reason=reason)
+            run.builds[""].cycles = []
+        runs.append(run)
+    if change:
+        change(runs)
+    return partial.seal_together(root / "h200x1" / "llama2_lora-slice-over-sequence", runs[-1].id, runs, {})

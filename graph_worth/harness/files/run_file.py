@@ -139,7 +139,7 @@ def _require_sound(run: Run) -> None:
     Raises:
         ValueError: a name that garbles a terminal, a huge integer, a block without steps, too many blocks in a cycle.
     """
-    names = [run.id, run.model, run.preset, run.label, run.control, run.unit, run.begin_utc, *run.builds]
+    names = [run.id, run.model, run.preset, run.label, run.over, run.control, run.unit, run.begin_utc, *run.builds]
     names += [gpu.name for gpu in run.host.gpus] + [run.host.boot or ""]
     names += [name for build in run.builds.values() for name in (build.anchor, *build.variants)]
     _require_printable(names)

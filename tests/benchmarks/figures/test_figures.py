@@ -7,16 +7,16 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import frame, plot
-from benchmarks.figures import roofline, style
-from benchmarks.pages import headlines
+from benchmarks import crossing, frame, plot
+from benchmarks.figures import roofline, style, sweep
+from benchmarks.pages import headlines, sweeps
 from benchmarks.pages.roofline import markdown, points
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.judge import judged
 from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, texts, words
-from tests.helpers.made_run import made_run, write
+from tests.helpers.made_run import made_run, put_sweep, write
 
 GPUS = ("H100", "H200")
 PAGE_STYLE = (ROOT / "graph_worth" / "harness" / "pages" / "web" / "page.css").read_text()
@@ -140,6 +140,46 @@ def test_texts_are_whole_and_apart_and_read_on_light_and_dark_pages(root, severa
         assert_inside_and_apart(page, name)
         with style.applied():
             assert_reads_on_both_pages(style.as_svg(page))
+
+
+def test_a_sweep_is_a_curve_and_an_earlier_one_goes(tmp_path):
+    put_sweep(tmp_path)
+    put_sweep(tmp_path, host_ms=60.0, boot="c", number=1, oom=(1024,))
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "sweep-of-yesterday.svg").write_text("")
+    assert plot.main([str(tmp_path)]) == 0
+    drawn = {path.stem for path in (tmp_path / "figures").iterdir()}
+    name = "sweep-h200-llama2_lora-slice-over-sequence-graph_layer"
+    assert drawn == {"roofline", name}
+    results = frame.load(tmp_path)
+    with style.applied():
+        page = sweep.figures(results)[name](results)
+        assert_inside_and_apart(page, name)
+        assert_reads_on_both_pages(style.as_svg(page))
+    (swept,) = sweeps.of(results)
+    points = [(line.get_xdata()[0], line.get_ydata()[0]) for line in marks(page, "point")]
+    wanted = swept.timed[["value", "ratio"]].astype(float)
+    assert sorted(points) == [pytest.approx(point) for point in sorted(wanted.itertuples(index=False))]
+    assert len(points) == len(marks(page, "interval")) == 7 and len(marks(page, "curve")) == 2
+    assert marks(page, "least")[0].get_ydata()[0] == crossing.LEAST_GAIN
+    note = " ".join(words(page))
+    assert all(text in note for text in swept.sentences)
+    assert "Above 512 tokens (67 us a kernel) a graph gains less than 5 %" in swept.sentences[0]
+
+
+def test_a_quantity_cannot_lead_a_figure_out_of_its_folder(tmp_path):
+    put_sweep(tmp_path, change=lambda runs: [setattr(run, "over", "../../x") for run in runs])
+    assert plot.main([str(tmp_path), "--out", str(tmp_path / "a" / "b")]) == 0
+    assert not [*tmp_path.glob("*.svg"), *tmp_path.glob("a/*.svg")]
+
+
+def test_a_sweep_of_one_host_has_its_crossing_as_title(tmp_path):
+    put_sweep(tmp_path)
+    results = frame.load(tmp_path)
+    (make,) = sweep.figures(results).values()
+    (swept,) = sweeps.of(results)
+    with style.applied():
+        assert make(results).title == f"Llama 2 70B LoRA: {swept.sentence('b')}"
 
 
 def test_equal_runs_give_equal_bytes(several, tmp_path):

@@ -14,7 +14,7 @@ from graph_worth.harness import measure
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Alone, Latency, Profile, Raised, stem
 from graph_worth.harness.pages import cells, run_table
-from tests.helpers.made_run import FOLDER, made_run, put, with_apart, write
+from tests.helpers.made_run import FOLDER, made_run, put, put_sweep, with_apart, write
 
 MUON = ROOT / "results/h200x1/your_step-bench-muon-build/20261127T043323Z-ba5f0ad9.json"
 H100 = ({"name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-2"},)
@@ -405,8 +405,40 @@ def test_a_wrong_marker_is_named(tmp_path, text, said):
 
 
 def test_without_any_run_the_tables_say_so(tmp_path):
-    for kind in readme._TABLES:
+    # Where nothing was swept, a page has no heading for it.
+    assert table("sweeps", tmp_path, "gpt3") == ""
+    for kind in readme._TABLES.keys() - {"sweeps"}:
         assert "measured" in table(kind, tmp_path, "gpt3")
+
+
+def test_a_sweep_has_a_table_a_figure_and_the_size_at_which_its_gain_ends(tmp_path):
+    put_sweep(tmp_path, oom=(1024,))
+    heading, sentence, figure, _, _, *lines = re.split("\n+", table("sweeps", tmp_path, "llama2_lora"))
+    assert heading == "### By sequence: `graph_layer`, slice, H200"
+    assert sentence == "Above 512 tokens (67 us a kernel) a graph gains less than 5 % on a host of 50 us a kernel."
+    assert figure.endswith("(figures/sweep-h200-llama2_lora-slice-over-sequence-graph_layer.svg)")
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    assert [line[0].lstrip("[").partition("]")[0] for line in cells] == ["128", "256", "512", "1,024"]
+    assert [line[-1] for line in cells] == ["full run", *["3 cycles, light"] * 2, "out of memory"]
+    assert cells[3][3] == "oom" and cells[0][3].startswith("2.974x (2.95") and cells[0][4:6] == ["16.7", "50.0"]
+    assert table("sweeps", tmp_path, "gpt3") == ""
+
+
+def test_a_sweep_of_several_hosts_says_for_each_where_its_gain_ends(tmp_path):
+    put_sweep(tmp_path)
+    put_sweep(tmp_path, host_ms=60.0, boot="c", number=1)
+    text = table("sweeps", tmp_path, "llama2_lora")
+    assert "- Host b: Above 512 tokens (67 us a kernel) a graph gains less than 5 % on a host of 50 us a" in text
+    assert "- Host c: Above 1,024 tokens (133 us a kernel) a graph gains less than 5 % on a host of 100 us a" in text
+    assert text.count("| b |") == text.count("| c |") == 4
+
+
+def test_points_of_a_sweep_are_no_headlines_and_stand_in_its_table_alone(tmp_path):
+    put_sweep(tmp_path)
+    results = frame.load(tmp_path)
+    assert len(results.records()) == 8 and headlines.of(results) == []
+    assert "slice" not in table("model", tmp_path, "llama2_lora")
+    assert {point.over for point in results.points.itertuples()} == {"sequence"}
 
 
 def test_the_overview_hides_nothing(tmp_path):
