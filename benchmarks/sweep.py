@@ -214,8 +214,8 @@ class Sweep:
         points = {}
         for path, facts in sorted(run_file.find(self.root)[0], key=lambda pair: pair[1].begin_utc):
             point = self._point(facts) if self._is_asked(facts) else None
-            asked = self.asks.get(facts.value)
-            least = run.settings_of(asked[1], self.request.preset).least_cycles if asked else 1
+            request = self.asks.get(facts.value)
+            least = run.settings_of(request[1], self.request.preset).least_cycles if request else 1
             if point is not None and point.judged is not None and len(point.judged.build.cycles) >= least:
                 points[facts.value] = path, point
         return points

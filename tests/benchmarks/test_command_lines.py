@@ -39,7 +39,7 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 VALUES = st.one_of(st.sampled_from([*WORDS, *NAMES, *ODD]), TEXTS)
 FLAGS = {
     "run": ["model", "preset", "variants", "cycles", "minutes", "ngpu", "host-load", "out", "label", "limit-s"],
-    "sweep": ["model", "preset", "over", "variant", "values", "minutes", "out", "ngpu"],
+    "sweep": ["model", "step", "preset", "over", "variant", "values", "minutes", "out", "ngpu"],
     "submit": ["model", "preset", "nodes", "ngpu", "partition", "account", "time", "image", "sbatch", "over"],
     "compare": ["model"],
     "gate": ["against"],
@@ -91,10 +91,10 @@ def checked_run(argv):
 def checked_sweep(argv):
     """All of make sweep but the measuring."""
 
-    def refused(args):
+    def refused(*_):
         raise command.Mistake("nothing is measured here")
 
-    with mock.patch.object(run, "measured", refused):
+    with mock.patch.object(run, "begun_run", refused):
         return sweep.main(argv)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import sweep
 from graph_worth.harness import ask, judge, measure, run, standing
 from graph_worth.harness.builds import build_worker
 from graph_worth.harness.builds.request import FEWEST_CYCLES
@@ -49,6 +50,28 @@ def test_a_run_of_all_variants_takes_four_processes_and_at_most_150_seconds_of_t
     assert [name for name, build in found.builds.items() if "control" in build.variants] == [""]
     assert found.seconds["doctor"] == DOCTOR_S
     assert clock.now_s + DOCTOR_S <= 150 and sum(found.seconds.values()) <= 150
+
+
+def test_a_light_point_takes_one_process_with_eager_alone_first_and_at_most_45_seconds(tmp_path, monkeypatch):
+    path, clock = tmp_path / "my_step.py", Clock()
+    path.write_text("def build(device, size):\n    raise SystemExit\n")
+    monkeypatch.setattr(launch, "describe_here", lambda here=launch.describe_here(): here | {"gpus": GPU})
+    monkeypatch.setattr(build_worker, "WorkerProcess", worker_class(clock))
+    monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    words = ["--step", f"{path}:build", "--over", "batch", "--values", "8", "--light", "--out", str(tmp_path)]
+    assert sweep.Sweep(sweep.parse(words)).measure_all() == 0
+    ((_, point),) = run_file.find(tmp_path / "h200x1")[0]
+    (worker,) = clock.processes
+    first = worker.asked[: worker.asked.index(("capture", "graph_step"))]
+    assert first == [("build", ""), ("capture", "eager"), ("pilot", "eager"), ("alone", "eager")]
+    assert [do for do, name in worker.asked if name == "graph_step"].count("block") == 3 + 2  # two of the pilot
+    assert not clock.calls["audit"] + clock.calls["course"] + clock.calls["parity"] and clock.now_s <= 45
+    (judged,) = judge.judged(point).values()
+    assert judged.passed("graph_step") and judged.ratio_of("graph_step").cycles == 3 and judged.alone_ratio
+    assert (point.parity, point.control, point.value, [*point.builds[""].variants]) == (
+        *("blocks", "", 8),
+        ["eager", "graph_step"],
+    )
 
 
 def test_eager_alone_is_measured_once_and_the_file_says_for_which_builds(tmp_path, monkeypatch):
