@@ -32,7 +32,17 @@ from pandas import DataFrame
 
 from benchmarks import frame
 from benchmarks.frame import Results, Row
-from benchmarks.pages import epochs_table, headlines, memory_table, operator_page, published, roofline, scopes, sweeps, tables
+from benchmarks.pages import (
+    epochs_table,
+    headlines,
+    memory_table,
+    operator_page,
+    published,
+    roofline,
+    scopes,
+    sweeps,
+    tables,
+)
 from benchmarks.pages.markdown import in_markdown
 from benchmarks.pages.tables import TWO
 from graph_worth.folders import OWN_STEP, ROOT

@@ -55,7 +55,8 @@ def test_a_run_of_all_variants_takes_four_processes_and_at_most_150_seconds_of_t
 def test_a_light_point_takes_one_process_with_eager_alone_first_and_at_most_45_seconds(tmp_path, monkeypatch):
     path, clock = tmp_path / "my_step.py", Clock()
     path.write_text("def build(device, size):\n    raise SystemExit\n")
-    monkeypatch.setattr(launch, "describe_here", lambda here=launch.describe_here(): here | {"gpus": GPU})
+    here = launch.describe_here() | {"gpus": GPU}
+    monkeypatch.setattr(launch, "describe_here", lambda: here)
     monkeypatch.setattr(build_worker, "WorkerProcess", worker_class(clock))
     monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
     words = ["--step", f"{path}:build", "--over", "batch", "--values", "8", "--light", "--out", str(tmp_path)]
