@@ -3,9 +3,10 @@
     python -m benchmarks.epochs
     python -m benchmarks.publish runs/h200x1/epochs/ID.json
 
-The programs lie in examples/programs. Each epoch has a process of its own, and the forms take turns. The compiler's
-cache is empty at first. One file holds all epochs. Exit status: 0; 1 where one failed, or its losses are not eager's; 2
-for a mistake on the command line; 130 after Ctrl-C.
+The programs lie in examples/programs. Each epoch has a process of its own. Eager and graphed epochs take turns, and
+compiled epochs come after them. The compiler's cache is empty at first. One file holds all epochs.
+
+Exit status: 0; 1 where one failed, or its losses are not eager's; 2 for a mistake on the command line; 130 after Ctrl-C.
 """
 
 import argparse
@@ -42,14 +43,14 @@ PACKAGES = "torch", "transformers", "accelerate", "lightning"
 
 
 def turns(args: argparse.Namespace) -> list[tuple[int, str, str]]:
-    """Return (round, program, form) of each epoch; from the second round on, compiled ones come last."""
+    """Return (round, program, form) of each epoch. Compiled ones come last, since a file needs the others."""
     every = [
         (number, program, form)
         for number in range(args.rounds)
         for program in args.programs
         for form in (args.forms if number % 2 == 0 else args.forms[::-1])
     ]
-    return sorted(every, key=lambda turn: (turn[0], turn[0] > 0 and turn[2] == "compile"))
+    return sorted(every, key=lambda turn: (turn[2] == "compile", turn[0]))
 
 
 def epoch(turn: tuple[int, str, str], steps: int, log: Path, environment: dict) -> Epoch:
