@@ -70,9 +70,9 @@ def without_a_verb(text):
 def docstrings(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}", text
+            text, name = ast.get_docstring(node), getattr(node, "name", "module")
+            if text and not name.startswith("_"):
+                yield f"{path.relative_to(ROOT)}: {name}", text
 
 
 @pytest.mark.parametrize("page", files("*.md"), ids=lambda page: str(page.relative_to(ROOT)))
@@ -83,7 +83,7 @@ def test_a_page_has_no_telegram(page):
     assert without_a_verb(prose(text)) == []
 
 
-def test_docstrings_begin_with_a_noun_or_a_verb_and_have_no_telegram():
+def test_public_docstrings_begin_with_a_noun_or_a_verb_and_have_no_telegram():
     found = [pair for path in files("*.py") for pair in docstrings(path)]
     assert len(found) > 1000
     assert [name for name, text in found if BEGINNINGS.match(text)] == []

@@ -1,4 +1,4 @@
-"""What epochs of programs say (`facts.Epochs`): their losses beside eager's, and a line for each. Pure functions."""
+"""Compares the losses of programs' epochs (`facts.Epochs`) with eager's, with a line for each. Pure functions."""
 
 import math
 

@@ -25,7 +25,7 @@ def parts_of(owned) -> Iterator:
 
 
 class Guards:
-    """What the host holds of the objects that training changes, as it is at the capture.
+    """The host's values in the objects that training changes, as they are at the capture.
 
     Numbers in param_groups, `training`, children and hooks of modules, `requires_grad` and addresses of parameters,
     buffers and tensors, and autocast; of an optimizer its hooks, and which tensors its state has. About 70 us for a
