@@ -78,7 +78,7 @@ def _cells(results, content, program):
 
 
 def _measured(results, content, step):
-    """Return the gain by `measure` of graph_step for the same step, on this host or in its newest run on another host."""
+    """Return the gain of graph_step by `measure` for the same step, on this host or in its newest run elsewhere."""
     points = results.points
     gpu = content.host.gpus[0].name if content.host.gpus else "CPU"
     wanted = {"variant": "graph_step", "label": step, "gpu": gpu, "status": PASS, "busy_processes": 0}
