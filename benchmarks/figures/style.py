@@ -14,14 +14,11 @@ from matplotlib.textpath import text_to_path
 from graph_worth.text import lines, printable
 
 DPI = 120
-INK, FAINT, BAND, GRID = "#222222", "#666666", "#e9eef3", "#e4e4e4"
-# A colour for each kind of variant, as on the page of a run (pages/web/page.css).
-KINDS = {"eager": "#6e6e6e", "graph": "#1b6ca8", "compile": "#b3541e"}
+INK, FAINT, GRID = "#222222", "#666666", "#e4e4e4"
 # A marker for each type of GPU.
 MARKS = "oDs^vPh*"
 # The colours on a dark page.
-DARK = {"#ffffff": "#0d1117", INK: "#e6edf3", FAINT: "#9da7b3", BAND: "#1d2733", GRID: "#2d333d"}
-DARK |= {KINDS["eager"]: "#a8aeb6", KINDS["graph"]: "#4a9fdc", KINDS["compile"]: "#e8925c"}
+DARK = {"#ffffff": "#0d1117", INK: "#e6edf3", FAINT: "#9da7b3", GRID: "#2d333d"}
 
 SMALL = 8.5  # points: labels of marks
 

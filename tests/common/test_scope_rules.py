@@ -105,11 +105,10 @@ def test_each_rule_refuses_what_it_says_and_no_more(rule):
         assert text.isascii() and "|" not in text and "\n" not in text
 
 
-def test_the_page_names_all_rules_and_the_command_prints_them(capsys):
+def test_the_page_counts_the_rules_and_the_command_prints_them(capsys):
     assert [rule.name for rule in RULES] == list(CASES)
     page = (ROOT / "docs" / "what_to_capture.md").read_text()
     assert f"\n{len(RULES)} rules of Megatron-Core" in page and "-m common.scope_rules" in page
-    assert page.endswith("\n\n" + "".join(f"- {rule.name}\n" for rule in RULES))
     main([])
     printed = capsys.readouterr().out.splitlines()[2:]
     for rule, line in zip(RULES, printed, strict=True):

@@ -72,7 +72,7 @@ def assert_reads_on_both_pages(svg):
         assert contrast(colour, "#ffffff") > 4.5, colour
         assert contrast(style.DARK[colour], style.DARK["#ffffff"]) > 4.5, colour
         assert f'[style*="fill: {colour}"]' in svg
-    faint = {"#ffffff", style.BAND, style.GRID}
+    faint = {"#ffffff", style.GRID}
     for colour in every - faint:
         assert contrast(colour, "#ffffff") > 1.6, colour
         assert contrast(style.DARK.get(colour, colour), style.DARK["#ffffff"]) > 3, colour

@@ -19,7 +19,6 @@ from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_b
 from tests.helpers.made_run import made_run, put_sweep, write
 
 GPUS = ("H100", "H200")
-PAGE_STYLE = (ROOT / "graph_worth" / "harness" / "pages" / "web" / "page.css").read_text()
 WANDERING = [18.0, 19.0, 20.0, 21.0]
 
 
@@ -217,11 +216,6 @@ def test_steps_of_users_and_models_without_a_submission_have_their_names(tmp_pat
     put(tmp_path, 1, model=OWN_STEP, label="mine-build", boot="c")
     put(tmp_path, 2, model="my_model", boot="d")
     assert {"nanoGPT", "mine", "my_model"} <= set(words(page_of(tmp_path)))
-
-
-def test_colours_are_those_of_the_page_of_a_run():
-    for kind, colour in style.KINDS.items():
-        assert f"--{kind}: {colour};" in PAGE_STYLE and f"--{kind}: {style.DARK[colour]};" in PAGE_STYLE
 
 
 def test_the_grid_lies_below_the_marks():
