@@ -1,4 +1,4 @@
-"""The size at which a graph stops to gain: one rule for the screen, the pages and the figures."""
+"""The size at which a graph stops gaining: one rule for the screen, the pages and the figures."""
 
 import statistics as plain
 from collections.abc import Iterable

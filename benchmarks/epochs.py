@@ -6,7 +6,7 @@
 The programs lie in examples/programs. Each epoch has a process of its own. Eager and graphed epochs take turns, and
 compiled epochs come after them. The compiler's cache is empty at first. One file holds all epochs.
 
-Exit status: 0; 1 where one failed, or its losses are not eager's; 2 for a mistake on the command line; 130 after Ctrl-C.
+Exit status: 0; 1 where one failed, or its losses are not eager's; 2 for a mistake; 130 after Ctrl-C.
 """
 
 import argparse

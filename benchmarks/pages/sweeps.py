@@ -62,7 +62,7 @@ class Sweep(NamedTuple):
 
     @property
     def sentences(self) -> list[str]:
-        """Where the gain ends on each host, of several behind the host's name."""
+        """Return the size at which the gain ends on each host, with the host's name if there are several."""
         named = {host: self.sentence(host) for host in self.hosts}
         before = (lambda host: f"Host {host[:6]}: ") if len(named) > 1 else (lambda host: "")
         return [f"{before(host)}{text}" for host, text in named.items() if text]
