@@ -37,6 +37,7 @@ from graph_worth.harness.files.workload import Workload, build_of, workload_of
 from graph_worth.harness.intervals import Ratio
 from graph_worth.harness.judge import ESTIMATED, PASS, Judged, Noted, judged
 from graph_worth.harness.pages.cells import GIB, NO_CEILING, counted, gib, span
+from graph_worth.harness.roofline import Point, point_of
 from graph_worth.harness.standing import (
     ASIDE,
     BESIDE,
@@ -110,10 +111,9 @@ class _Point:
     def uncaptured_ms(self) -> float | None:
         return self.judged.working(self.judged.uncaptured(self.name)).value
 
-    @property
-    def host_us(self) -> float | None:
-        issue_ms, kernels = self.judged.issue_ms(*self.base_blocks), _kernels(self.judged)
-        return 1e3 * issue_ms / kernels if issue_ms and kernels else None
+    @cached_property
+    def roofline(self) -> Point | None:
+        return point_of(self.judged, *self.blocks)
 
     @property
     def is_mixed(self) -> bool:
@@ -136,12 +136,6 @@ class _Point:
 def _kernels(build: Judged) -> float | None:
     """The kernels in a step of a build's base."""
     return build.build.variants[build.base].profile.kernels if build.base else None
-
-
-def _kernel_us(build: Judged) -> float | None:
-    """The mean time of a kernel of a build's base."""
-    working_ms, kernels = build.working(build.base).value, _kernels(build)
-    return 1e3 * working_ms / kernels if working_ms and kernels else None
 
 
 class Column(NamedTuple):
@@ -203,8 +197,11 @@ COLUMNS = {
     "reached": Column(NUMBER, "ratio / ceiling", lambda at: at.judged.reached(*at.blocks)),
     "kernels": Column(NUMBER, "kernels in a step", lambda at: at.variant.profile.kernels),
     "base_kernels": Column(NUMBER, "of the base", lambda at: _kernels(at.judged)),
-    "kernel_us": Column(NUMBER, "mean time of these", lambda at: _kernel_us(at.judged)),
-    "host_us": Column(NUMBER, "the host's time to issue one of these", lambda at: at.host_us),
+    "program": Column(TEXT, "variant of the same kernels, uncaptured", lambda at: at.roofline and at.roofline.program),
+    "kernel_us": Column(NUMBER, "its mean kernel", lambda at: at.roofline and at.roofline.kernel_us),
+    "host_us": Column(NUMBER, "the host's time to issue a kernel of it", lambda at: at.roofline and at.roofline.host_us),
+    "program_ratio": Column(NUMBER, "the program's ms / ms", lambda at: at.roofline and at.roofline.gain),
+    "predicted": Column(NUMBER, "that by the launch roofline", lambda at: at.roofline and at.roofline.expected),
     "graph_share": Column(NUMBER, "share of kernels in graphs", lambda at: at.variant.profile.graph_share),
     "tflops": Column(NUMBER, "useful TFLOP/s of a rank", lambda at: at.judged.tflops(*at.blocks)),
     "joules": Column(NUMBER, "energy of a step", lambda at: at.judged.joules(*at.blocks)),

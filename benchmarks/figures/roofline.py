@@ -10,11 +10,8 @@ from benchmarks.figures.style import FAINT, INK, SMALL, NotDrawn, Page
 from benchmarks.frame import Results
 from benchmarks.pages import headlines, roofline
 from graph_worth.harness.pages.cells import counted
+from graph_worth.harness.roofline import GAINS, HOSTS, KERNELS, limits, line, ticks
 
-# Hosts that need so many us to issue a kernel.
-HOSTS = (10, 20, 40, 80)
-GAINS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
-KERNELS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 # One for each workload in the order of its name, read on light and dark pages; others share the last.
 COLOURS = "#3f87c6", "#d97a16", "#2b9a58", "#d9455f", "#9a6fc9", "#a8734d", "#cf6bb3", "#1f9aa8", "#8f8f1f", "#858585"
 ONE, SEVERAL = 5.0, 8.0  # points: a mark of one GPU, and of several
@@ -35,11 +32,12 @@ def draw(results: Results) -> Page:
     if set(names) - set(order):
         colours["others"] = COLOURS[-1]
     markers = dict(zip(sorted(set(points["short"]), reverse=True), style.MARKS, strict=False))
-    error = (points["ratio"] / points["predicted"] - 1).abs()
+    error = (points["program_ratio"] / points["predicted"] - 1).abs()
     note = (
         "A mark is a graph in one run. Lines: gain = the host's time to issue a kernel / the mean kernel, never "
         f"below 1. Graphs lie {100 * error.median():.0f} % (median) from the line of their own host. "
-        "Hollow: the run stood beside other work, or its host changed its pace."
+        "Hollow: the run stood beside other work, or its host changed its pace. "
+        "Dark rim: compiled code, with its graph's gain over it."
     )
     footer = f"{counted(len(points), 'graph')} in {counted(points['run'].nunique(), 'run')} on "
     footer += f"{counted(points['host'].nunique(), 'host')}, {int(points['counts'].sum())} on quiet or unknown hosts"
@@ -47,24 +45,23 @@ def draw(results: Results) -> Page:
     title = "A graph gains where the mean kernel is shorter than the host's time to issue one"
     page = Page(title, note, footer, TALL + 0.65 + ROW * rows)
     axes = page.axes(LEFT, 0.1, page.WIDTH - page.MARGIN - LEFT, TALL)
-    low, high = min(3.0, points["kernel_us"].min() / 1.2), max(200.0, points["kernel_us"].max() * 1.3)
-    top = max(5.0, points["ratio"].max() * 1.3)
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min(0.8, points["ratio"].min() / 1.1), top))
+    across, up = limits(points["kernel_us"], points["program_ratio"])
+    axes.set(xscale="log", yscale="log", xlim=across, ylim=up)
     axes.set_xlabel("mean kernel of the eager step, us")
     axes.set_ylabel("gain", labelpad=1)
     axes.grid(True)
     mark(axes.xaxis, KERNELS, "", page.WIDTH - page.MARGIN - LEFT)
     mark(axes.yaxis, GAINS, "x", TALL)
     for host_us in HOSTS:
-        shown = [us for us in (low, host_us, high) if low <= us <= high]
-        axes.plot(shown, [max(1.0, host_us / us) for us in shown], color=FAINT, linewidth=1.0, zorder=2, gid="host")
-        if low < host_us < high:
+        axes.plot(*zip(*line(host_us, across), strict=True), color=FAINT, linewidth=1.0, zorder=2, gid="host")
+        if across[0] < host_us < across[1]:
             axes.text(host_us, 0.97, f"{host_us} us", color=INK, fontsize=SMALL, ha="center", va="top")
     for point in points.sort_values("counts").itertuples():
         colour = colours.get(point.name, COLOURS[-1])
         look = {"color": colour, "mfc": colour if point.counts else "#ffffff", "marker": markers[point.short]}
+        look["mec"] = colour if point.program == point.base else INK
         size = ONE if point.ranks == 1 else SEVERAL
-        axes.plot(point.kernel_us, point.ratio, markersize=size, zorder=3 + point.counts, gid="point", **look)
+        axes.plot(point.kernel_us, point.program_ratio, markersize=size, zorder=3 + point.counts, gid="point", **look)
     legend = [(name, "s", colour, ONE) for name, colour in colours.items()]
     legend += [(name, marker, INK, ONE) for name, marker in markers.items()]
     _legend(page, [*legend, ("several GPUs", "o", INK, SEVERAL)])
@@ -73,13 +70,7 @@ def draw(results: Results) -> Page:
 
 def mark(axis, values: Sequence[float], unit: str, inches: float) -> None:
     """Mark those of the values that stand at least 0.3 inches apart on a log axis."""
-    low, high = axis.get_view_interval()
-    least = (high / low) ** (0.3 / inches)
-    kept: list[float] = []
-    for value in values:
-        if not kept or value >= kept[-1] * least:
-            kept.append(value)
-    axis.set_major_locator(FixedLocator(kept))
+    axis.set_major_locator(FixedLocator(ticks(values, axis.get_view_interval(), 0.3 / inches)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda value, _: f"{value:g}{unit}")
 

@@ -120,7 +120,7 @@ class Judged:
         for known, profile in profiles.items():
             if not profile.kernels and (run.whole or profile.steps):
                 return Found(Fault.NO_KERNELS, f"the profile of {known} has no kernels, so nothing bounds its gain")
-        if not self._is_same_program(name):
+        if not self.is_same_program(name):
             return None
         working_ms = self._measured_working_ms(program)
         for ratio in filter(None, (self.ratio_of(name), self.ratio_of(name, busy=True))):
@@ -130,7 +130,7 @@ class Judged:
                 return Found(Fault.ABOVE_CEILING, reason)
         return None
 
-    def _is_same_program(self, name: str) -> bool:
+    def is_same_program(self, name: str) -> bool:
         """Return True if a graph has about the kernels of the program that it captures, so that a ceiling bounds it."""
         programs = [self.build.variants[known] for known in (name, self.uncaptured(name)) if known]
         kernels = [variant.profile.kernels or 0.0 for variant in programs]
@@ -179,7 +179,7 @@ class Judged:
             missing.append("no control")
         if self.run.device == "cuda" and variant.kind == "graph" and self.ceiling_of(name) == Noted():
             missing.append("no ceiling")
-        elif self.run.device == "cuda" and variant.kind != "eager" and self.base and not self._is_same_program(name):
+        elif self.run.device == "cuda" and variant.kind != "eager" and self.base and not self.is_same_program(name):
             missing.append(f"no bound on its gain, for its kernels are not those of {self.uncaptured(name)}")
         return ", ".join(missing)
 

@@ -6,11 +6,12 @@
 The page is one file without a link to anything, readable on a phone, light and dark.
 """
 
+import math
 import sys
 from pathlib import Path
 
 from graph_worth.files import write_text
-from graph_worth.harness import command, intervals, judge
+from graph_worth.harness import command, intervals, judge, roofline
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged
@@ -47,6 +48,7 @@ def _build(name: str, judged: Judged) -> dict:
         "faults": [(variant_name, verdict) for variant_name, verdict in judged.verdicts.items() if verdict.reason],
         "unchecked": unchecked(judged),
         "why": _why(judged, best["name"] if best else ""),
+        "roofline": _roofline(judged),
         "rates": rates(judged),
     }
 
@@ -102,6 +104,45 @@ def _why(judged: Judged, best: str) -> dict | None:
         bars.append({"kind": kind, "text": f"{best}, {milliseconds(ms)} ms", "width": 100 * ms / widest, "busy": 100})
     issue = f"This host issues the step in {milliseconds(issue_ms)} ms. A slower host takes longer, a graph does not."
     return {"bars": bars, "text": text, "issue": issue if issue_ms else ""}
+
+
+# Of the roofline's drawing, whose width is 360: left, right, top and bottom of the plot.
+PLOT = (38.0, 352.0, 8.0, 186.0)
+
+
+def _roofline(judged: Judged) -> dict | None:
+    """The points of a build, and lines of hosts, at places of the drawing; None without any."""
+    points = roofline.points_of(judged)
+    if not points:
+        return None
+    expected = [point for point in points if point.gain is None]
+    gains = [point.gain or point.expected for point in points]
+    across, up = roofline.limits([point.kernel_us for point in points], gains)
+    left, right, top, bottom = PLOT
+
+    def place(us: float, ratio: float) -> tuple[float, float]:
+        x, y = (math.log(value / low) / math.log(high / low) for value, (low, high) in ((us, across), (ratio, up)))
+        return round(left + x * (right - left), 1), round(bottom - y * (bottom - top), 1)
+
+    def path(host_us: float) -> str:
+        return " ".join(f"{x},{y}" for x, y in (place(*corner) for corner in roofline.line(host_us, across, up[1])))
+
+    hosts = [(path(us), place(us, 1.0)[0], us) for us in roofline.HOSTS if across[0] < us < across[1]]
+    programs = {point.program: point for point in points}
+    colors = web.timed(judged)
+    return {
+        "text": roofline.sentence(points),
+        "hosts": hosts,
+        "foot": place(across[0], 1.0)[1],
+        "here": [path(point.host_us) for point in programs.values()],
+        "across": [(place(us, 1.0)[0], us) for us in roofline.ticks(roofline.KERNELS, across, 0.1)],
+        "up": [(place(across[0], ratio)[1], ratio) for ratio in roofline.ticks(roofline.GAINS, up, 0.1)],
+        "points": [
+            (*place(point.kernel_us, ratio), colors.get(point.name, "eager0"), f"{point.name}, {ratio:.2f}x")
+            for point, ratio in zip(points, gains, strict=True)
+        ],
+        "is_expected": bool(expected),
+    }
 
 
 def _timelines(judged: Judged) -> list[dict]:

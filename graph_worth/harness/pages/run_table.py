@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from graph_worth.folders import OWN_STEP
-from graph_worth.harness import intervals, judge
+from graph_worth.harness import intervals, judge, roofline
 from graph_worth.harness.files.facts import Run, joined
 from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS, Judged
@@ -234,6 +234,7 @@ def _meaning(judged: Judged) -> str:
             why = reason(judged, name) if word in ("same", "slower") else ""
             lines += [f"Why not faster: {why}."] if why else []
             lines += _graphs_of(variant)
+    lines += filter(None, [roofline.sentence(roofline.points_of(judged))])
     return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH))
 
 
