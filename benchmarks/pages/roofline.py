@@ -45,7 +45,9 @@ def predictions(drawn: DataFrame) -> DataFrame:
     alone_us = 1e3 * drawn["base_ms"] / drawn["alone_ratio"] / drawn["base_kernels"]
     others_us, corrected_us = _host_us_of_others(drawn)
     sources = {ALONE: alone_us.where(is_base), OTHERS: others_us, CORRECTED: corrected_us}
-    by_source = {name: (host_us / drawn["kernel_us"]).map(gain, na_action="ignore") for name, host_us in sources.items()}
+    by_source = {
+        name: (host_us / drawn["kernel_us"]).map(gain, na_action="ignore") for name, host_us in sources.items()
+    }
     return DataFrame({BLOCKS: drawn["predicted"], **by_source})
 
 
@@ -75,11 +77,11 @@ def errors(drawn: DataFrame) -> DataFrame:
 
 
 def markdown(results: Results, page: Path, _: str = "") -> str:
-    """The table: errors of the roofline by kind of graph and source of the host's time; then what was missed and why."""
+    """The table: errors by kind of graph and source of the host's time, and below it the misses with their reasons."""
     drawn = points(results)
     if not len(drawn):
         return "Nothing has been measured on a GPU yet."
-    found, one = errors(drawn), drawn["ranks"] == 1
+    errors_by_source, one = errors(drawn), drawn["ranks"] == 1
     whole = one & (drawn["kind"] == "graph") & drawn["variant"].str.startswith("graph_step")
     gains = drawn["program_ratio"] > GAINS
     kinds = {
@@ -91,8 +93,11 @@ def markdown(results: Results, page: Path, _: str = "") -> str:
         "graphs of compiled code, all runs": one & (drawn["kind"] == "compile"),
         "several GPUs, all runs": ~one,
     }
-    lines = [[kind, *(_errors_text(found[source][is_kind]) for source in found)] for kind, is_kind in kinds.items()]
-    return f"{tables.markdown(['Graphs', *found], lines)}\n\n{_misses(drawn, found, page)}"
+    lines = [
+        [kind, *(_errors_text(errors_by_source[source][is_kind]) for source in errors_by_source)]
+        for kind, is_kind in kinds.items()
+    ]
+    return f"{tables.markdown(['Graphs', *errors_by_source], lines)}\n\n{_misses(drawn, errors_by_source, page)}"
 
 
 def _errors_text(column: Series) -> str:
@@ -102,29 +107,31 @@ def _errors_text(column: Series) -> str:
     return f"{len(known)}: {', '.join(shares)}" if len(known) else "-"
 
 
-def _misses(drawn: DataFrame, found: DataFrame, page: Path) -> str:
+def _misses(drawn: DataFrame, errors_by_source: DataFrame, page: Path) -> str:
     """Predictions from elsewhere that missed by more than MISSED, on quiet or unknown hosts and over several GPUs."""
     predicted, lines = predictions(drawn), list[str]()
     for index, point in drawn[drawn["counts"] | (drawn["ranks"] > 1)].iterrows():
-        sources = [source for source in (ALONE, OTHERS) if found[source][index] > MISSED]
+        sources = [source for source in (ALONE, OTHERS) if errors_by_source[source][index] > MISSED]
         if not sources:
             continue
         name = headlines.title_of(point["model"], point["preset"], point["label"])
         link = tables.linked_file(name, Path(point["path"]), page)
         wrong = " and ".join(f"{predicted[source][index]:.2f}x by {source}" for source in sources)
         gpus = "" if point["ranks"] == 1 else f" on {point['ranks']} GPUs"
-        lines.append(f"- {link}{gpus}: {point['program_ratio']:.2f}x, predicted {wrong}. {_why(point, found.loc[index])}")
+        lines.append(
+            f"- {link}{gpus}: {point['program_ratio']:.2f}x, predicted {wrong}. {_why(point, errors_by_source.loc[index])}"
+        )
     listed = "\n".join(lines) or "None."
     return f"Missed by more than {percent(MISSED)}, on quiet or unknown hosts or over several GPUs:\n\n{listed}"
 
 
-def _why(point: Series, found: Series) -> str:
+def _why(point: Series, errors_by_source: Series) -> str:
     """The likeliest reason for which a prediction from elsewhere missed, as far as the runs tell."""
-    if found[BLOCKS] > MISSED:
+    if errors_by_source[BLOCKS] > MISSED:
         return "The roofline misses it by its own blocks, too."
-    if found[ALONE] > MISSED:
+    if errors_by_source[ALONE] > MISSED:
         return f"Eager took {point['alone_ratio']:.2f} times as long in its blocks as alone."
-    if found[CORRECTED] <= MISSED:
+    if errors_by_source[CORRECTED] <= MISSED:
         return "The host needs another time a kernel for this program than for the others, and so do other hosts."
     reason = point["standing_reason"] if not point["counts"] else ""
     return f"The host was not quiet: {in_markdown(reason)}." if reason else "The reason is not known."

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from graph_worth.folders import CODE, OWN_STEP, ROOT, START
-from graph_worth.harness import ask, command, intervals, judge, run
+from graph_worth.harness import ask, command, intervals, judge, roofline, run
 from graph_worth.harness.ask import Options
 from graph_worth.harness.checks import FENCES
 from graph_worth.harness.command import Mistake
@@ -337,12 +337,14 @@ def _as_json(measured: Run, path: Path, sentence: str) -> dict:
     # Variants that stand apart have an eager and a control of their own.
     timed = {name: build for build in reversed(builds) for name in build.build.variants if build.passed(name)}
     ratios = {name: build.ratio_of(name) for name, build in timed.items() if name != build.base}
+    point = roofline.point_of(judged, judged.base) if judged.base else None
     return {
         "text": sentence,
         "run": str(path),
         "step_ms": judged.ms(judged.base),
         "busy_ms": judged.working(judged.base).value,
         "at_most": judged.ceiling(judged.base),
+        "roofline": point and {"kernel_us": point.kernel_us, "host_us": point.host_us, "gain": point.expected},
         "variants": {
             name: {"ms": timed[name].ms(name), "ratio": ratio.ratio, "low": ratio.low, "high": ratio.high}
             for name, ratio in ratios.items()
@@ -402,8 +404,7 @@ def _measure(args, answer: dict) -> int:
         print("The eager step failed, so nothing was timed.")
         return EAGER_FAILED
     status, sentence = _beside_doctor(measured, doctor_status, seen)
-    if not args.quick:
-        print(run.page_line(path, findings, sentence))
+    print(run.page_line(path, findings, sentence))
     answer |= _as_json(measured, path, sentence)
     print(sentence)
     return status

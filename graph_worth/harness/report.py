@@ -107,7 +107,7 @@ def _why(judged: Judged, best: str) -> dict | None:
 
 
 # Of the roofline's drawing, whose width is 360: left, right, top and bottom of the plot.
-PLOT = (38.0, 352.0, 8.0, 186.0)
+PLOT = (38.0, 344.0, 8.0, 186.0)
 
 
 def _roofline(judged: Judged) -> dict | None:
@@ -115,7 +115,6 @@ def _roofline(judged: Judged) -> dict | None:
     points = roofline.points_of(judged)
     if not points:
         return None
-    expected = [point for point in points if point.gain is None]
     gains = [point.gain or point.expected for point in points]
     across, up = roofline.limits([point.kernel_us for point in points], gains)
     left, right, top, bottom = PLOT
@@ -131,6 +130,7 @@ def _roofline(judged: Judged) -> dict | None:
     programs = {point.program: point for point in points}
     colors = web.timed(judged)
     return {
+        "plot": PLOT,
         "text": roofline.sentence(points),
         "hosts": hosts,
         "foot": place(across[0], 1.0)[1],
@@ -141,7 +141,7 @@ def _roofline(judged: Judged) -> dict | None:
             (*place(point.kernel_us, ratio), colors.get(point.name, "eager0"), f"{point.name}, {ratio:.2f}x")
             for point, ratio in zip(points, gains, strict=True)
         ],
-        "is_expected": bool(expected),
+        "is_expected": points[0].gain is None,
     }
 
 

@@ -14,6 +14,11 @@ from graph_worth.harness.pages.cells import cell
 HOSTS = (10, 20, 40, 80)
 GAINS = (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100, 1000)
 KERNELS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+# Errors that half, and three in four, of the graphs do not exceed whose gain is above 1.1x on one GPU, where the host's
+# time is that of eager alone in a process. A test holds them to the published runs.
+HALF, MOST = 0.12, 0.16
+ERROR = f"half of our graphs on one GPU lay within {100 * HALF:.0f} % of such an estimate, three in four within "
+ERROR += f"{100 * MOST:.0f} %"
 
 
 class Point(NamedTuple):
@@ -87,7 +92,8 @@ def limits(kernel_us: Iterable[float], gains: Iterable[float]) -> tuple[tuple[fl
 
 def line(host_us: float, across: tuple[float, float], top: float = float("inf")) -> list[tuple[float, float]]:
     """Return the corners of a host's line, which is cut at a gain of `top`."""
-    low, high = max(across[0], host_us / top), across[1]
+    high = across[1]
+    low = min(max(across[0], host_us / top), high)
     return [(us, gain(host_us / us)) for us in sorted({low, min(max(host_us, low), high), high})]
 
 

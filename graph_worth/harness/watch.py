@@ -4,9 +4,9 @@
     python -m benchmarks.watch -- torchrun --nproc-per-node 2 train.py
     python -m benchmarks.watch --json -- python train.py          what was seen as JSON; all else on stderr
 
-Steps are the calls of a torch.optim optimizer's step(); after ten, ten are timed, and the next ten have their reads on
-the host noted. What was seen follows the script's own output, on stderr. Exit status: the script's, 128 + n where
-signal n ended it; 2 for a mistake on the command line.
+Steps are the calls of a torch.optim optimizer's step(); after ten, ten are timed, and the next ten have their kernels
+and their reads on the host noted. What was seen follows the script's own output, on stderr. Exit status: the script's,
+128 + n where signal n ended it; 2 for a mistake on the command line.
 """
 
 import json
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from graph_worth.folders import PACKAGE
-from graph_worth.harness import command
+from graph_worth.harness import command, roofline
 from graph_worth.text import printable
 from graph_worth.your_step.config import LEAST_GAIN
 
@@ -27,8 +27,15 @@ HOOK = PACKAGE / "your_step" / "hook"
 FOLDER = "GRAPH_WORTH_WATCH"
 NEEDED = 30
 # Of what a process has told, see ScriptWatch of graph_worth/your_step/script_watch.py.
-_OF_STEPS = ("steps", "optimizer", "num_calls", "step_ms", "busy_ms", "graph_share", "second_streams")
-KEPT = (*_OF_STEPS, "differ", "shapes", "error")
+_OF_STEPS = ("steps", "loop", "optimizer", "num_calls", "step_ms", "issue_ms", "second_streams")
+_OF_GPU = ("busy_ms", "kernels", "collective_ms", "graph_share")
+KEPT = (*_OF_STEPS, *_OF_GPU, "differ", "shapes", "error")
+# The call that makes a graph of the whole step, by the loop of ScriptWatch.
+CALLS = {
+    "transformers": "graph_worth.transformers.GraphedTrainer in the place of Trainer, on one GPU",
+    "lightning": "graph_worth.lightning.CUDAGraphCallback among the Trainer's callbacks, on one GPU",
+    "": "graph_worth.graphed of your step",
+}
 SECOND_STREAM = "second stream: {}; a graph of kernels this short replays up to 10 % faster where all are on one"
 WHY_NOT = ("in a capture", "in the loader")
 # Over the reads of each kind.
@@ -89,7 +96,7 @@ def text_of(folder: Path) -> str:
         return "\n".join([*lines, f"fewer than {NEEDED} steps were made: ten, then twenty that are looked at"])
     lines.append(f"a step is a call of step() of {report['optimizer']}")
     lines += [f"  in it are {count:g} calls of {name}" for name, count in report["num_calls"].items()]
-    lines.append(_pace(report))
+    lines += _pace(report)
     lines += [SECOND_STREAM.format(line or "set by no line of the script") for line in report.get("second_streams", [])]
     lines += _reads(report)
     for name, shapes in report.get("shapes", {}).items():
@@ -99,18 +106,38 @@ def text_of(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def _pace(report) -> str:
-    step_ms, busy_ms = report["step_ms"], report.get("busy_ms")
+def _pace(report) -> list[str]:
+    step_ms, busy_ms, kernels = report["step_ms"], report.get("busy_ms"), report.get("kernels")
     text = f"step {step_ms:.4g} ms"
     if not report["on_gpu"]:
-        return f"{text}; the busy time, and with it the most that a graph can gain, needs a GPU"
-    if not busy_ms:
-        return f"{text}; the GPU's busy time was not seen"
-    text += f", the GPU is busy for {busy_ms:.4g} ms of it: "
-    ceiling = step_ms / busy_ms
-    text += f"a graph can gain {ceiling:.2f}x at most" if ceiling >= LEAST_GAIN else "a graph has little to remove"
+        return [f"{text}; the busy time, and with it what a graph can gain, needs a GPU"]
+    if not busy_ms or not kernels:
+        return [f"{text}; the GPU's busy time was not seen"]
+    text += (
+        f": {kernels:,.0f} kernels keep the GPU busy for {busy_ms:.4g} ms of it, {1e3 * busy_ms / kernels:.3g} us each"
+    )
     share = report.get("graph_share") or 0.0
-    return text + (f"; graphs launch {100 * share:.0f} % of its kernels already" if share > 0 else "")
+    lines = [text + (f"; graphs launch {100 * share:.0f} % of them already" if share > 0 else "")]
+    if waiting_ms := report.get("collective_ms"):
+        lines.append(f"{waiting_ms:.4g} ms of these are NCCL's, which also wait for other ranks: a graph may gain more")
+    expected, ceiling = expected_of(report), step_ms / busy_ms
+    if expected is None:
+        return lines
+    host = (
+        f"this host takes {1e3 * report['issue_ms'] / kernels:.3g} us a kernel for all that the script does in a step: "
+    )
+    if expected < LEAST_GAIN:
+        idle = f", though the GPU waits for {100 - 100 / ceiling:.0f} % of the step" if ceiling >= LEAST_GAIN else ""
+        return [*lines, f"{host}a graph has little to remove{idle}"]
+    most = f", and {ceiling:.2f}x (step / busy) at most" if ceiling > expected else ""
+    lines.append(f"{host}expect up to {expected:.2f}x from a graph of the whole step{most}")
+    return [*lines, f"  {roofline.ERROR}", f"  for it: {CALLS[report.get('loop', '')]}"]
+
+
+def expected_of(report: dict) -> float | None:
+    """Return the gain of a graph of the whole step by the launch roofline; None where a time was not seen."""
+    busy_ms, issue_ms = report.get("busy_ms"), report.get("issue_ms")
+    return roofline.gain(issue_ms / busy_ms) if busy_ms and issue_ms else None
 
 
 def _reads(report):
@@ -129,12 +156,15 @@ def _reads(report):
 
 
 def as_json(folder: Path, status: int, text: str) -> dict:
-    """Return what was seen for programs: times in ms, "at_most" their quotient; what was not seen is missing."""
+    """Return what was seen for programs: times in ms, and quotients of them; what was not seen is missing.
+
+    "at_most" is step / busy, and "expected" the gain by the launch roofline.
+    """
     number, report = seen_by(folder)
     answer = {"status": status, "text": text, "processes": number}
     answer |= {name: report[name] for name in KEPT if name in report}
     if report.get("busy_ms"):
-        answer["at_most"] = report["step_ms"] / report["busy_ms"]
+        answer |= {"at_most": report["step_ms"] / report["busy_ms"], "expected": expected_of(report)}
     names = ("line", "call", "in_a_step", "note")
     return answer | {"reads": [dict(zip(names, read, strict=True)) for read in report.get("reads", [])]}
 

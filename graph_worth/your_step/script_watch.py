@@ -2,7 +2,8 @@
 
 A step goes from one call of an optimizer's step() to the next. Of several optimizers the one that is called least often
 counts, so the critic of a GAN may take several steps in one. Microbatches whose gradients add up are one step. After
-AFTER steps ten are timed, and the reads on the host of the next ten are noted, five of them under a GPU's profiler.
+AFTER steps ten are timed, and the reads on the host of the next ten are noted, five of them under a GPU's profiler. The
+other five begin on an idle GPU, so that the host's time to issue a step is seen.
 """
 
 import atexit
@@ -10,10 +11,13 @@ import contextlib
 import itertools
 import json
 import os
+import statistics
+import sys
 import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from unittest import mock
 
 import torch
@@ -27,6 +31,8 @@ AFTER, TIMED, HEAT, PROFILED, READ = 10, 10, 2, 3, 5
 # Calls of the busiest optimizer after which the one that is called least often need not have AFTER.
 MOST_WAITED = 10 * AFTER
 MOST_SHAPES = 8
+# Libraries whose loops call the step, and the modules of these loops.
+LOOPS = {"transformers": "transformers.trainer", "lightning": "lightning.pytorch."}
 # Microseconds. A graph of shorter kernels gains where the process keeps to one stream.
 SHORT_US = 20
 
@@ -36,8 +42,9 @@ class ScriptWatch:
 
     Args:
         folder: gets a JSON file of what is known so far: "steps" that have ended, "num_calls" of other optimizers in a
-            step, "step_ms", "busy_ms", "graph_share" and "second_streams" (lines) on a GPU, "reads" (line, call, number
-            in a step, what removes it or why no graph makes it), "differ": steps differ in their reads, "shapes".
+            step, "step_ms"; on a GPU "busy_ms", "kernels", "collective_ms", "graph_share", "second_streams" (lines) and
+            "issue_ms", the host's; "reads" (line, call, number in a step, what removes it or why no graph makes it),
+            "differ": steps differ in their reads, "shapes", and "loop": of LOOPS, the library that calls the step.
     """
 
     def __init__(self, folder: str):
@@ -84,6 +91,7 @@ class ScriptWatch:
             if self._pace is None:
                 self._places.setdefault(optimizer, place_of_call().own)
                 if self._calls.total() == 1:
+                    self._told["loop"] = loop_of(sys._getframe())
                     self._write()
                 self._choose()
             if optimizer is self._pace:
@@ -132,14 +140,20 @@ class ScriptWatch:
             # Other optimizers' steps read numbers of the host alone.
             known = {"loss scaler"} | ({"optimizer"} if any(map(_is_lbfgs, self._calls)) else set())
             steps: list[Counter[tuple[str, str, str]]] = []
+            issued_ms = []
             for _ in itertools.chain(self._profiled() if on_gpu else range(HEAT + PROFILED), range(READ)):
+                drain()
+                start = time.perf_counter()
                 # A line that waits for the GPU is in the record of a step once.
                 with reads_noted() as record:
                     yield
+                issued_ms.append((time.perf_counter() - start) * 1e3)
                 calls = [call for call in record.refused if not call.place.through or call.place.through in known]
                 notes = [call.why_not or argument_for(call.place) for call in calls]
                 rows = [(with_library(call.place), call.name) for call in calls]
                 steps.append(Counter((*row, note) for row, note in zip(rows, notes, strict=True)))
+        if on_gpu:
+            self._told["issue_ms"] = min(statistics.median(issued_ms[-READ:]), self._told["step_ms"])
         reads = sum(steps, Counter())
         self._told["reads"] = [[line, name, number / len(steps), note] for (line, name, note), number in reads.items()]
         self._told["differ"] = any(step != steps[0] for step in steps)
@@ -153,8 +167,19 @@ class ScriptWatch:
             yield from kernel_trace.profiled(profile, PROFILED, HEAT)
         self._told["second_streams"] = second_streams(kernel_trace.gpu_work(profile.events), lines)
         facts = kernel_trace.facts(profile.events, PROFILED)
-        self._told |= {name: facts[name] for name in ("busy_ms", "graph_share")}
+        self._told |= {name: facts.get(name) for name in ("busy_ms", "graph_share", "kernels", "collective_ms")}
         self._write()
+
+
+def loop_of(frame: FrameType | None) -> str:
+    """Return which of LOOPS calls a frame, "" for a loop of the script's."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        for loop, start in LOOPS.items():
+            if module.startswith(start):
+                return loop
+        frame = frame.f_back
+    return ""
 
 
 def second_streams(work: list[dict], lines) -> list[str]:

@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 
 from graph_worth.capture.pool import CaptureError
 from graph_worth.lightning import CUDAGraphCallback
+from tests.helpers.loops import seen_loops
 from tests.helpers.reads import Reads
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -119,6 +120,12 @@ def difference(ours, theirs):
         if not (torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and a[2] == b[2]):
             return f"outputs of step {step}"
     return None
+
+
+def test_watch_tells_the_loop_of_lightning():
+    with seen_loops() as loops:
+        fit(max_epochs=1)
+    assert loops == {"lightning"}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from graph_worth.capture.pool import CaptureError
 from graph_worth.transformers import GraphedTrainer
+from tests.helpers.loops import seen_loops
 from tests.helpers.reads import Reads
 
 pytestmark = pytest.mark.slow
@@ -62,6 +63,12 @@ def first_difference(trainer, reference):
             return row, expected
     weights, others = trainer.model.state_dict(), reference.model.state_dict()
     return next((name for name, tensor in weights.items() if not torch.equal(tensor, others[name])), None)
+
+
+def test_watch_tells_the_loop_of_trainer(tmp_path):
+    with seen_loops() as loops:
+        trained(Trainer, tmp_path, max_steps=1)
+    assert loops == {"transformers"}
 
 
 # ------------------------------------------------------------------------------------------------

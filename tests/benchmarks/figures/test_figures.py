@@ -1,5 +1,6 @@
 """Figures: their data and titles are those of the rows, equal runs give equal bytes, and bad runs no traceback."""
 
+import math
 import re
 from functools import lru_cache
 
@@ -10,8 +11,9 @@ pytest.importorskip("matplotlib")
 from benchmarks import crossing, frame, plot
 from benchmarks.figures import roofline, style, sweep
 from benchmarks.pages import headlines, sweeps
-from benchmarks.pages.roofline import markdown, points
+from benchmarks.pages.roofline import ALONE, GAINS, OTHERS, errors, markdown, points
 from graph_worth.folders import OWN_STEP, ROOT
+from graph_worth.harness import roofline as rule
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.judge import judged
@@ -118,6 +120,36 @@ def test_the_table_has_the_errors_of_the_roofline_by_the_source_of_the_hosts_tim
     assert cells["whole step, all runs"] == cells["several GPUs, all runs"] == ["-"] * 4
 
 
+def test_the_published_runs_keep_the_errors_that_watch_prints_and_those_that_were_asked_for():
+    drawn = points(published())
+    found, one = errors(drawn), drawn["ranks"] == 1
+    alone = found[ALONE][one & (drawn["kind"] == "graph") & (drawn["program_ratio"] > GAINS)].dropna()
+    assert len(alone) >= 30 and alone.quantile(0.5) <= rule.HALF and alone.quantile(0.75) <= rule.MOST
+    whole = found[one & drawn["counts"] & drawn["variant"].str.startswith("graph_step")]
+    for source in (ALONE, OTHERS):
+        known = whole[source].dropna()
+        assert known.median() <= 0.05 and (known <= 0.15).mean() >= 0.8, source
+
+
+@pytest.mark.parametrize(
+    ("host_us", "across", "top", "wanted"),
+    [
+        (40, (4.0, 200.0), math.inf, [(4.0, 10.0), (40, 1.0), (200.0, 1.0)]),
+        (40, (4.0, 200.0), 5.0, [(8.0, 5.0), (40, 1.0), (200.0, 1.0)]),
+        # A host that is faster than any kernel, or slower, on the axis.
+        (2, (4.0, 200.0), math.inf, [(4.0, 1.0), (200.0, 1.0)]),
+        (400, (4.0, 200.0), math.inf, [(4.0, 100.0), (200.0, 2.0)]),
+        (4000, (4.0, 200.0), 5.0, [(200.0, 20.0)]),
+    ],
+)
+def test_the_corners_of_a_hosts_line(host_us, across, top, wanted):
+    assert rule.line(host_us, across, top) == wanted
+
+
+def test_ticks_stand_apart_and_on_the_axis():
+    assert rule.ticks((1, 2, 5, 10, 20, 50, 100), (2.0, 60.0), 0.25) == [2, 5, 20, 50]
+
+
 def cells_of(table):
     return {line.strip("| ").split(" | ")[0]: line.strip("| ").split(" | ")[1:] for line in table.splitlines()[2:]}
 
@@ -131,7 +163,12 @@ def test_a_program_that_takes_another_time_a_kernel_on_all_hosts_is_predicted_by
         put(tmp_path, number, model=model, boot=host, ms={"eager": ms, "graph_step": 5.0}, issue=(ms, 5.0), **names)
     table = markdown(frame.load(tmp_path), tmp_path / "page.md")
     # From the other workload alone: half and twice.
-    assert cells_of(table)["whole step, all runs"] == ["4: 0.0 %, 100 %, 0 %", "-", "4: 75.0 %, 0 %, 100 %", "4: 0.0 %, 100 %, 0 %"]
+    assert cells_of(table)["whole step, all runs"] == [
+        "4: 0.0 %, 100 %, 0 %",
+        "-",
+        "4: 75.0 %, 0 %, 100 %",
+        "4: 0.0 %, 100 %, 0 %",
+    ]
     missed = [line for line in table.splitlines() if line.startswith("- ")]
     assert len(missed) == 4 and all("and so do other hosts" in line for line in missed)
     assert "4.00x, predicted 2.00x by other workloads" in missed[0] and "(h200x1/gpt3-bench/" in missed[0]
@@ -145,7 +182,10 @@ def test_a_graph_of_compiled_code_is_held_to_the_compiled_program(tmp_path):
             variant = run.builds[""].variants[name]
             variant.kind, variant.capture.graphs, variant.capture.promised_graphs = "compile", int(is_graph), None
 
-    more = {"names": ("eager", "compile", "graph_compiled"), "ms": {"eager": 20.0, "compile": 12.0, "graph_compiled": 6.0}}
+    more = {
+        "names": ("eager", "compile", "graph_compiled"),
+        "ms": {"eager": 20.0, "compile": 12.0, "graph_compiled": 6.0},
+    }
     put(tmp_path, 0, change=compiled, issue=(12.0, 6.0), **more)
     (point,) = points(frame.load(tmp_path)).itertuples()
     assert (point.variant, point.program) == ("graph_compiled", "compile")

@@ -10,7 +10,7 @@ from graph_worth.harness import report
 from graph_worth.harness.files.facts import Alone, Raised
 from graph_worth.harness.pages import run_table
 from tests.helpers import browser
-from tests.helpers.made_run import made_run, put
+from tests.helpers.made_run import H200, made_run, put
 
 
 def made(**changes):
@@ -85,6 +85,91 @@ def test_why_is_step_and_busy_and_what_the_graph_reached():
     assert "This host issues the step in 10.00 ms." in page, "at most the step"
 
 
+def drawing(page):
+    """The roofline's drawing: its circles as (x, y, fill), and its texts."""
+    (svg,) = re.findall(r'<svg class="roofline".*?</svg>', page, re.DOTALL)
+    circles = re.findall(r'<circle cx="(.*?)" cy="(.*?)".*?fill: var\(--(.*?)\)', svg)
+    return [(float(x), float(y), fill) for x, y, fill in circles], re.findall(r"<text.*?>(.*?)</text>", svg)
+
+
+def place(page, name):
+    """The x of a tick of the drawing, or its y."""
+    return float(
+        re.search(rf'<text (?:class="name" )?x="([0-9.]*)" y="([0-9.]*)"[^>]*>{name}<', page)[1 + ("x" in name)]
+    )
+
+
+def test_the_roofline_has_the_points_of_the_run_and_lines_of_hosts():
+    """10 ms of the host's and 5 ms of the GPU's for 100 kernels, so 100 and 50 us."""
+    run = made_run(ms={"graph_layer": 5.0}, issue=(10.0, 5.0), kernels=100)
+    page = report.page_of(run)
+    sentence = "50.00 us a kernel at a host of 100.0 us: the roofline says up to 2.00x; graph_layer measured 2.00x."
+    assert sentence in page and page.count('class="host"') == 4 and page.count('class="here"') == 1
+    [(x, y, fill)], texts = drawing(page)
+    assert (
+        fill == "graph0" and {"10 us", "20 us", "40 us", "80 us"} <= set(texts) and ">graph_layer, 2.00x</span>" in page
+    )
+    assert x == pytest.approx(place(page, "50"), abs=0.1) and y == pytest.approx(place(page, "2x") - 4, abs=0.1)
+    # The corner of this host's line lies at 100 us and a gain of 1.
+    _, foot, _ = re.search(r'class="here" points="(.*?)"', page)[1].split()
+    assert [*map(float, foot.split(","))] == pytest.approx([place(page, "100"), place(page, "1x") - 4], abs=0.1)
+    assert sentence in run_table.report(run) and "expected" not in page
+
+
+def test_without_a_graph_the_roofline_has_the_step_where_it_is_expected():
+    run = made_run(ms={"graph_layer": 5.0}, issue=(10.0, 5.0), kernels=100)
+    del run.builds[""].variants["graph_layer"]
+    page = report.page_of(run)
+    [(_, y, fill)], _ = drawing(page)
+    assert fill == "paper" and y == pytest.approx(place(page, "2x") - 4, abs=0.1)
+    assert "says up to 2.00x." in page and "eager, 2.00x, expected</span>" in page
+    assert "50.00 us a kernel at a host of 100.0 us: the roofline says up to 2.00x.\n" in f"{run_table.report(run)}\n"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "no kernels", "zero busy", "no issue", "no profile", "no eager"])
+def test_without_kernels_or_times_there_is_no_roofline(kind):
+    run = made_run(ms={"graph_layer": 5.0}, issue=(10.0, 5.0), gpus=() if kind == "cpu" else H200)
+    eager = run.builds[""].variants["eager"]
+    if kind == "no kernels":
+        eager.profile.kernels = 0.0
+    elif kind == "zero busy":
+        eager.profile.busy_ms = 0.0
+    elif kind == "no issue":
+        for block in eager.blocks:
+            block.issue_ms = []
+    elif kind == "no profile":
+        eager.profile.kernels = eager.profile.busy_ms = None
+    elif kind == "no eager":
+        eager.raised = Raised(kind="error", reason="it ended")
+    page = report.page_of(run)
+    assert "<svg" not in page and "roofline</h2>" not in page and "us a kernel" not in run_table.report(run)
+
+
+def test_over_several_gpus_a_kernel_does_not_wait_for_other_ranks():
+    """Busy for 8 ms, of which 3 wait; without a count of that there is no point."""
+    run = made_run(ms={"graph_layer": 5.0}, issue=(10.0, 8.0), kernels=100, ranks=2, gpus=H200 * 2)
+    profile = run.builds[""].variants["eager"].profile
+    profile.working_ms, profile.waiting_ms = [5.0, 4.0], [3.0, 4.0]
+    assert "50.00 us a kernel at a host of 100.0 us" in report.page_of(run)
+    profile.working_ms = profile.waiting_ms = []
+    assert "<svg" not in report.page_of(run)
+
+
+def test_a_graph_of_compiled_code_has_a_line_and_a_gain_of_that_code():
+    names = ("eager", "compile", "graph_compiled")
+    run = made_run(names=names, ms={"compile": 8.0, "graph_compiled": 2.0}, issue=(10.0, 2.0), kernels=100)
+    for name in names[1:]:
+        variant = run.builds[""].variants[name]
+        variant.kind, variant.capture.graphs, variant.capture.promised_graphs = "compile", int("graph" in name), None
+        for block in variant.blocks:
+            block.issue_ms = [6.0]
+    sentence = (
+        "20.00 us a kernel at a host of 60.00 us: the roofline says up to 3.00x; graph_compiled measured 4.00x over"
+    )
+    page = report.page_of(run)
+    assert f"{sentence} compile." in page and "graph_compiled, 4.00x</span>" in page
+
+
 def test_idle_is_1_less_busy_by_the_step_of_the_blocks():
     page = report.page_of(made())
     # Not 53 %, which is the share in the profiled step.
@@ -135,7 +220,9 @@ def test_a_run_on_a_cpu_that_failed_says_so():
 def test_names_of_a_run_are_text_and_never_markup():
     run = made(label="<script>alert(1)</script>")
     run.builds[""].variants["graph_layer"].help = '"><img src=x>'
+    run.builds[""].variants["<img src=y>"] = run.builds[""].variants["graph_layer"]
     page = report.page_of(run, findings="<b>")
+    assert page.count("&lt;img src=y&gt;, 1.25x") == 3, "in the drawing's title and label, and below it"
     assert page.count("<script") == page.count("</script>") == 2 and "<img" not in page and "&lt;b&gt;" in page
 
 
@@ -166,11 +253,12 @@ def test_a_browser_shows_published_runs_without_an_error_or_a_wide_page(tmp_path
 def test_keys_and_the_pointer_name_a_block_on_a_light_and_a_dark_page(tmp_path, is_dark):
     page = tmp_path / "page.html"
     page.write_text(report.page_of(made()))
-    script = """const [made] = charts, tip = made.over.querySelector(".tip"), box = made.over.getBoundingClientRect();
+    script = """const [made] = charts, tip = made.over.querySelector(".tip");
+      const box = () => made.over.getBoundingClientRect();
       const where = document.querySelector(".chart");
       const press = key => where.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true}));
       const move = (x, y) => made.over.dispatchEvent(
-        new PointerEvent("pointermove", {clientX: box.left + x, clientY: box.top + y}));
+        new PointerEvent("pointermove", {clientX: box().left + x, clientY: box().top + y}));
       where.focus(); press("End"); const last = tip.textContent; press("Home"); const first = tip.textContent;
       press("Escape"); const escaped = tip.hidden;
       move(made.valToPos(1, "x") - 3, made.valToPos(8, "y") + 3); const near = tip.textContent;
