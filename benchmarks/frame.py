@@ -37,7 +37,7 @@ from graph_worth.harness.files.workload import Workload, build_of, workload_of
 from graph_worth.harness.intervals import Ratio
 from graph_worth.harness.judge import ESTIMATED, PASS, Judged, Noted, judged
 from graph_worth.harness.pages.cells import GIB, NO_CEILING, counted, gib, span
-from graph_worth.harness.roofline import Point, point_of
+from graph_worth.harness.pages.roofline import Point, point_of
 from graph_worth.harness.standing import (
     ASIDE,
     BESIDE,

@@ -10,7 +10,7 @@ from benchmarks.figures.style import FAINT, INK, SMALL, NotDrawn, Page
 from benchmarks.frame import Results
 from benchmarks.pages import headlines, roofline
 from graph_worth.harness.pages.cells import counted
-from graph_worth.harness.roofline import GAINS, HOSTS, KERNELS, limits, line, ticks
+from graph_worth.harness.pages.roofline import GAINS, HOSTS, KERNELS, limits, line, ticks
 
 # One for each workload in the order of its name, read on light and dark pages; others share the last.
 COLOURS = "#3f87c6", "#d97a16", "#2b9a58", "#d9455f", "#9a6fc9", "#a8734d", "#cf6bb3", "#1f9aa8", "#8f8f1f", "#858585"
@@ -54,8 +54,7 @@ def draw(results: Results) -> Page:
     mark(axes.yaxis, GAINS, "x", TALL)
     for host_us in HOSTS:
         axes.plot(*zip(*line(host_us, across), strict=True), color=FAINT, linewidth=1.0, zorder=2, gid="host")
-        if across[0] < host_us < across[1]:
-            axes.text(host_us, 0.97, f"{host_us} us", color=INK, fontsize=SMALL, ha="center", va="top")
+        axes.text(host_us, 0.97, f"{host_us} us", color=INK, fontsize=SMALL, ha="center", va="top")
     for point in points.sort_values("counts").itertuples():
         colour = colours.get(point.name, COLOURS[-1])
         look = {"color": colour, "mfc": colour if point.counts else "#ffffff", "marker": markers[point.short]}

@@ -1,7 +1,7 @@
 """The launch roofline over all runs: its points, and how well it predicts what a graph gains.
 
 The host's time to issue a kernel comes from the eager steps beside the graph, from eager alone in a process, or from
-other workloads of the host; see `graph_worth.harness.roofline` for the rule.
+other workloads of the host; see `graph_worth.harness.pages.roofline` for the rule.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages.cells import percent
-from graph_worth.harness.roofline import gain
+from graph_worth.harness.pages.roofline import gain
 from graph_worth.harness.standing import COUNTED
 
 HOUR = pd.Timedelta(hours=1)
@@ -41,14 +41,16 @@ def points(results: Results) -> DataFrame:
 
 def predictions(drawn: DataFrame) -> DataFrame:
     """Return the gain of each point by the roofline, a column for each source of the host's time."""
-    is_base = drawn["program"] == drawn["base"]
     alone_us = 1e3 * drawn["base_ms"] / drawn["alone_ratio"] / drawn["base_kernels"]
     others_us, corrected_us = _host_us_of_others(drawn)
-    sources = {ALONE: alone_us.where(is_base), OTHERS: others_us, CORRECTED: corrected_us}
-    by_source = {
-        name: (host_us / drawn["kernel_us"]).map(gain, na_action="ignore") for name, host_us in sources.items()
-    }
-    return DataFrame({BLOCKS: drawn["predicted"], **by_source})
+    sources = {ALONE: alone_us.where(drawn["program"] == drawn["base"]), OTHERS: others_us, CORRECTED: corrected_us}
+    gains = {name: (host_us / drawn["kernel_us"]).map(gain, na_action="ignore") for name, host_us in sources.items()}
+    return DataFrame({BLOCKS: drawn["predicted"], **gains})
+
+
+def errors(drawn: DataFrame) -> DataFrame:
+    """Return |measured / predicted - 1| of each point, a column for each source."""
+    return predictions(drawn).rdiv(drawn["program_ratio"], axis=0).sub(1).abs()
 
 
 def _host_us_of_others(drawn: DataFrame) -> tuple[Series, Series]:
@@ -71,67 +73,50 @@ def _host_us_of_others(drawn: DataFrame) -> tuple[Series, Series]:
     return others, corrected
 
 
-def errors(drawn: DataFrame) -> DataFrame:
-    """Return |measured / predicted - 1| of each point, a column for each source."""
-    return predictions(drawn).rdiv(drawn["program_ratio"], axis=0).sub(1).abs()
-
-
 def markdown(results: Results, page: Path, _: str = "") -> str:
     """The table: errors by kind of graph and source of the host's time, and below it the misses with their reasons."""
     drawn = points(results)
     if not len(drawn):
         return "Nothing has been measured on a GPU yet."
-    errors_by_source, one = errors(drawn), drawn["ranks"] == 1
+    deviations, one = errors(drawn), drawn["ranks"] == 1
     whole = one & (drawn["kind"] == "graph") & drawn["variant"].str.startswith("graph_step")
-    gains = drawn["program_ratio"] > GAINS
+    counts, gains = drawn["counts"], drawn["program_ratio"] > GAINS
     kinds = {
-        "whole step, quiet or unknown hosts": whole & drawn["counts"],
-        f"of these, gains above {GAINS}x": whole & drawn["counts"] & gains,
+        "whole step, quiet or unknown hosts": whole & counts,
+        f"of these, gains above {GAINS}x": whole & counts & gains,
         "whole step, all runs": whole,
         f"of these, gains above {GAINS}x, all runs": whole & gains,
         "layers or another part, all runs": one & (drawn["kind"] == "graph") & ~whole,
         "graphs of compiled code, all runs": one & (drawn["kind"] == "compile"),
         "several GPUs, all runs": ~one,
     }
-    lines = [
-        [kind, *(_errors_text(errors_by_source[source][is_kind]) for source in errors_by_source)]
-        for kind, is_kind in kinds.items()
-    ]
-    return f"{tables.markdown(['Graphs', *errors_by_source], lines)}\n\n{_misses(drawn, errors_by_source, page)}"
+    lines = [[kind, *map(_cell, deviations[is_kind].to_dict("series").values())] for kind, is_kind in kinds.items()]
+    missed = deviations[[ALONE, OTHERS]].gt(MISSED).any(axis=1) & (counts | ~one)
+    misses = [_miss(drawn.loc[index], deviations.loc[index], page) for index in drawn.index[missed]]
+    title = f"Missed by more than {percent(MISSED)}, on quiet or unknown hosts or over several GPUs:"
+    return "\n".join([tables.markdown(["Graphs", *deviations], lines), "", title, "", *(misses or ["None."])])
 
 
-def _errors_text(column: Series) -> str:
+def _cell(column: Series) -> str:
     """As in 38: 1.5 %, 100 %, 10 %."""
     known = column.dropna()
     shares = percent(known.median(), 1), percent((known <= MISSED).mean()), percent(known.max())
     return f"{len(known)}: {', '.join(shares)}" if len(known) else "-"
 
 
-def _misses(drawn: DataFrame, errors_by_source: DataFrame, page: Path) -> str:
-    """Predictions from elsewhere that missed by more than MISSED, on quiet or unknown hosts and over several GPUs."""
-    predicted, lines = predictions(drawn), list[str]()
-    for index, point in drawn[drawn["counts"] | (drawn["ranks"] > 1)].iterrows():
-        sources = [source for source in (ALONE, OTHERS) if errors_by_source[source][index] > MISSED]
-        if not sources:
-            continue
-        name = headlines.title_of(point["model"], point["preset"], point["label"])
-        link = tables.linked_file(name, Path(point["path"]), page)
-        wrong = " and ".join(f"{predicted[source][index]:.2f}x by {source}" for source in sources)
-        gpus = "" if point["ranks"] == 1 else f" on {point['ranks']} GPUs"
-        lines.append(
-            f"- {link}{gpus}: {point['program_ratio']:.2f}x, predicted {wrong}. {_why(point, errors_by_source.loc[index])}"
-        )
-    listed = "\n".join(lines) or "None."
-    return f"Missed by more than {percent(MISSED)}, on quiet or unknown hosts or over several GPUs:\n\n{listed}"
-
-
-def _why(point: Series, errors_by_source: Series) -> str:
-    """The likeliest reason for which a prediction from elsewhere missed, as far as the runs tell."""
-    if errors_by_source[BLOCKS] > MISSED:
-        return "The roofline misses it by its own blocks, too."
-    if errors_by_source[ALONE] > MISSED:
-        return f"Eager took {point['alone_ratio']:.2f} times as long in its blocks as alone."
-    if errors_by_source[CORRECTED] <= MISSED:
-        return "The host needs another time a kernel for this program than for the others, and so do other hosts."
-    reason = point["standing_reason"] if not point["counts"] else ""
-    return f"The host was not quiet: {in_markdown(reason)}." if reason else "The reason is not known."
+def _miss(point: Series, deviations: Series, page: Path) -> str:
+    """A line about a prediction that missed, with the likeliest reason as far as the runs tell."""
+    name = headlines.title_of(point["model"], point["preset"], point["label"])
+    link = tables.linked_file(name, Path(point["path"]), page)
+    wrong = " and ".join(
+        f"{100 * deviations[name]:.0f} % by {name}" for name in (ALONE, OTHERS) if deviations[name] > MISSED
+    )
+    why = "not known"
+    if deviations[ALONE] > MISSED:
+        why = f"eager took {point['alone_ratio']:.2f} times as long in its blocks as alone"
+    elif deviations[CORRECTED] <= MISSED:
+        why = "the host needs another time a kernel for this program than for the others, and so do other hosts"
+    elif not point["counts"]:
+        why = f"the host was not quiet, {in_markdown(point['standing_reason'])}"
+    gpus = "" if point["ranks"] == 1 else f" on {point['ranks']} GPUs"
+    return f"- {link}{gpus}, {point['program_ratio']:.2f}x: missed by {wrong}. Reason: {why}."

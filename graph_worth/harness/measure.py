@@ -24,12 +24,13 @@ import time
 from pathlib import Path
 
 from graph_worth.folders import CODE, OWN_STEP, ROOT, START
-from graph_worth.harness import ask, command, intervals, judge, roofline, run
+from graph_worth.harness import ask, command, intervals, judge, run
 from graph_worth.harness.ask import Options
 from graph_worth.harness.checks import FENCES
 from graph_worth.harness.command import Mistake
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged, Verdict
+from graph_worth.harness.pages import roofline
 from graph_worth.harness.pages.cells import milliseconds
 from graph_worth.harness.processes import gpus, launch, supervisor
 from graph_worth.your_step import step_file

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from graph_worth.files import write_text
-from graph_worth.harness import command, intervals, judge, roofline
+from graph_worth.harness import command, intervals, judge
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged
-from graph_worth.harness.pages import web
+from graph_worth.harness.pages import roofline, web
 from graph_worth.harness.pages.cells import milliseconds
 from graph_worth.harness.pages.run_table import build_title, busy_sentence, cells_of, on_a_cpu, rates, unchecked
 
@@ -83,11 +83,11 @@ def _why(judged: Judged, best: str) -> dict | None:
     """The base's step with its busy and its idle part, and the step of the best graph, as bars."""
     if judged.run.device != "cuda" or not judged.base:
         return None
-    base_ms, issue_ms, sentence = judged.ms(judged.base), judged.issue_ms(judged.base), busy_sentence(judged)
+    base_ms, sentence = judged.ms(judged.base), busy_sentence(judged)
     busy_ms, ceiling = judged.working(judged.base).value, judged.ceiling(judged.base)
     share, ms = (judged.reached(best), judged.ms(best)) if best else (None, None)
     if not busy_ms or not base_ms or not ceiling:
-        return {"bars": [], "text": sentence, "issue": ""} if sentence else None
+        return {"bars": [], "text": sentence} if sentence else None
     idle = max(0.0, 1 - busy_ms / base_ms)
     text = sentence.removesuffix(".") + (f"; {best} reached {100 * share:.1f} % of that." if share else ".")
     widest = max(base_ms, busy_ms, ms or 0.0)
@@ -102,8 +102,7 @@ def _why(judged: Judged, best: str) -> dict | None:
     if best and ms:
         kind = judged.build.variants[best].kind
         bars.append({"kind": kind, "text": f"{best}, {milliseconds(ms)} ms", "width": 100 * ms / widest, "busy": 100})
-    issue = f"This host issues the step in {milliseconds(issue_ms)} ms. A slower host takes longer, a graph does not."
-    return {"bars": bars, "text": text, "issue": issue if issue_ms else ""}
+    return {"bars": bars, "text": text}
 
 
 # Of the roofline's drawing, whose width is 360: left, right, top and bottom of the plot.
@@ -126,15 +125,13 @@ def _roofline(judged: Judged) -> dict | None:
     def path(host_us: float) -> str:
         return " ".join(f"{x},{y}" for x, y in (place(*corner) for corner in roofline.line(host_us, across, up[1])))
 
-    hosts = [(path(us), place(us, 1.0)[0], us) for us in roofline.HOSTS if across[0] < us < across[1]]
-    programs = {point.program: point for point in points}
     colors = web.timed(judged)
     return {
         "plot": PLOT,
         "text": roofline.sentence(points),
-        "hosts": hosts,
+        "hosts": [(path(us), place(us, 1.0)[0], us) for us in roofline.HOSTS],
         "foot": place(across[0], 1.0)[1],
-        "here": [path(point.host_us) for point in programs.values()],
+        "here": [path(host_us) for host_us in dict.fromkeys(point.host_us for point in points)],
         "across": [(place(us, 1.0)[0], us) for us in roofline.ticks(roofline.KERNELS, across, 0.1)],
         "up": [(place(across[0], ratio)[1], ratio) for ratio in roofline.ticks(roofline.GAINS, up, 0.1)],
         "points": [

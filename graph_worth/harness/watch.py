@@ -18,7 +18,8 @@ import tempfile
 from pathlib import Path
 
 from graph_worth.folders import PACKAGE
-from graph_worth.harness import command, roofline
+from graph_worth.harness import command
+from graph_worth.harness.pages import roofline
 from graph_worth.text import printable
 from graph_worth.your_step.config import LEAST_GAIN
 

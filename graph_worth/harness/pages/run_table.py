@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from graph_worth.folders import OWN_STEP
-from graph_worth.harness import intervals, judge, roofline
+from graph_worth.harness import intervals, judge
 from graph_worth.harness.files.facts import Run, joined
 from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS, Judged
-from graph_worth.harness.pages import cells
+from graph_worth.harness.pages import cells, roofline
 from graph_worth.harness.pages.cells import cell, gib, milliseconds, times
 from graph_worth.harness.pages.reasons import reason
 from graph_worth.text import printable
@@ -221,9 +221,7 @@ def _meaning(judged: Judged) -> str:
     """Say what the numbers mean: the ceiling, then a sentence for each graph."""
     if judged.run.device == "cpu" or not judged.base:
         return ""
-    lines, issue = [text for text in [busy_sentence(judged)] if text], judged.issue_ms(judged.base)
-    if issue is not None:
-        lines.append(f"This host issues it in {milliseconds(issue)} ms; a slower host takes longer, a graph does not.")
+    lines = [text for text in [busy_sentence(judged)] if text]
     for name, variant in judged.build.variants.items():
         ratio = (
             judged.ratio_of(name) if variant.kind not in ("eager", "control") and name != judged.run.control else None

@@ -13,10 +13,10 @@ from benchmarks.figures import roofline, style, sweep
 from benchmarks.pages import headlines, sweeps
 from benchmarks.pages.roofline import ALONE, GAINS, OTHERS, errors, markdown, points
 from graph_worth.folders import OWN_STEP, ROOT
-from graph_worth.harness import roofline as rule
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.judge import judged
+from graph_worth.harness.pages import roofline as rule
 from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, texts, words
 from tests.helpers.made_run import made_run, put_sweep, write
 
@@ -171,7 +171,7 @@ def test_a_program_that_takes_another_time_a_kernel_on_all_hosts_is_predicted_by
     ]
     missed = [line for line in table.splitlines() if line.startswith("- ")]
     assert len(missed) == 4 and all("and so do other hosts" in line for line in missed)
-    assert "4.00x, predicted 2.00x by other workloads" in missed[0] and "(h200x1/gpt3-bench/" in missed[0]
+    assert "4.00x: missed by 100 % by other workloads" in missed[0] and "(h200x1/gpt3-bench/" in missed[0]
 
 
 def test_a_graph_of_compiled_code_is_held_to_the_compiled_program(tmp_path):

@@ -82,7 +82,7 @@ def test_why_is_step_and_busy_and_what_the_graph_reached():
     page = report.page_of(made())
     assert "A step of eager takes 10.00 ms and keeps the GPU busy for 7.50: a graph can gain 1.33x at most" in page
     assert "graph_layer reached 93.8 % of that" in page and "issue / busy" not in page
-    assert "This host issues the step in 10.00 ms." in page, "at most the step"
+    assert "833.3 us a kernel at a host of 1111.1 us" in page, "at most the step of 10 ms"
 
 
 def drawing(page):

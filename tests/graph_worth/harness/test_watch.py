@@ -244,3 +244,24 @@ def test_the_gain_to_expect_is_the_hosts_time_over_busy(tmp_path, changed, said)
         (tmp_path / f"steps-{rank}.json").write_text(json.dumps(TOLD | more | {"rank": rank, "pid": 10 + rank}))
     text = watch.text_of(tmp_path)
     assert said in text and text.startswith("2 processes made steps; this is process 10\n") and "shapes" not in text
+
+
+SMALL = """
+import torch
+layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(64)]).cuda()
+optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
+for _ in range(40):
+    layers(torch.ones(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_small_kernels_promise_a_gain(tmp_path):
+    (tmp_path / "train.py").write_text(SMALL)
+    words = [sys.executable, "-m", "benchmarks.watch", "--json", "--", sys.executable, str(tmp_path / "train.py")]
+    told = json.loads(subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300).stdout)
+    assert "error" not in told and told["kernels"] > 64 and 0 < told["busy_ms"] < told["issue_ms"] <= told["step_ms"]
+    assert 1 < told["expected"] <= told["at_most"] and told["collective_ms"] == 0
+    assert "expect up to" in told["text"] and "for it: graph_worth.graphed of your step" in told["text"]
