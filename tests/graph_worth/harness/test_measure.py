@@ -498,3 +498,16 @@ def test_json_holds_the_verdict_and_its_numbers_and_nothing_else_is_printed(tmp_
     assert (graph["ms"], graph["ratio"]) == pytest.approx((8.0, told["step_ms"] / 8.0))
     assert graph["low"] <= graph["ratio"] <= graph["high"]
     assert told["text"].startswith("Faster") and "the doctor's words" in printed.err
+
+
+def test_the_quick_answer_has_a_page_and_the_step_on_the_roofline(tmp_path, monkeypatch, capsys):
+    """10 ms of the host's and 5 ms of the GPU's for 100 kernels."""
+    (tmp_path / "my_step.py").write_text(STEP)
+    run = made_run(issue=(10.0, 5.0), kernels=100)
+    del run.builds[""].variants["graph_layer"]
+    monkeypatch.setattr(measure.run, "measured", lambda asked: ([(run, tmp_path)], False))
+    monkeypatch.setattr(measure.run, "page_line", lambda *_: "a page")
+    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--quick", "--json"]) == measure.NOT_MEASURED
+    printed = capsys.readouterr()
+    roof = json.loads(printed.out)["roofline"]
+    assert roof == pytest.approx({"kernel_us": 50.0, "host_us": 100.0, "gain": 2.0}) and "a page\n" in printed.err
