@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 from benchmarks import crossing, frame, plot
 from benchmarks.figures import roofline, style, sweep
 from benchmarks.pages import headlines, sweeps
-from benchmarks.pages.roofline import ALONE, GAINS, OTHERS, errors, markdown, points
+from benchmarks.pages.roofline import ALONE, GAINS, errors, markdown, points
 from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
@@ -120,15 +120,11 @@ def test_the_table_has_the_errors_of_the_roofline_by_the_source_of_the_hosts_tim
     assert cells["whole step, all runs"] == cells["several GPUs, all runs"] == ["-"] * 4
 
 
-def test_the_published_runs_keep_the_errors_that_watch_prints_and_those_that_were_asked_for():
+def test_the_published_runs_keep_the_errors_that_watch_prints():
     drawn = points(published())
     found, one = errors(drawn), drawn["ranks"] == 1
     alone = found[ALONE][one & (drawn["kind"] == "graph") & (drawn["program_ratio"] > GAINS)].dropna()
     assert len(alone) >= 30 and alone.quantile(0.5) <= rule.HALF and alone.quantile(0.75) <= rule.MOST
-    whole = found[one & drawn["counts"] & drawn["variant"].str.startswith("graph_step")]
-    for source in (ALONE, OTHERS):
-        known = whole[source].dropna()
-        assert known.median() <= 0.05 and (known <= 0.15).mean() >= 0.8, source
 
 
 @pytest.mark.parametrize(
