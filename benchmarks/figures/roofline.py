@@ -34,7 +34,7 @@ def draw(results: Results) -> Page:
     markers = dict(zip(sorted(set(points["short"]), reverse=True), style.MARKS, strict=False))
     error = (points["program_ratio"] / points["predicted"] - 1).abs()
     note = (
-        "A mark is a graph in one run. Lines: gain = the host's time to issue a kernel / the mean kernel, never "
+        "A mark is a graph in one run. Lines: gain = the host's time to launch a kernel / the mean kernel, never "
         f"below 1. Graphs lie {100 * error.median():.0f} % (median) from the line of their own host. "
         "Hollow: the run stood beside other work, or its host changed its pace. "
         "Dark rim: compiled code, with its graph's gain over it."
@@ -42,7 +42,7 @@ def draw(results: Results) -> Page:
     footer = f"{counted(len(points), 'graph')} in {counted(points['run'].nunique(), 'run')} on "
     footer += f"{counted(points['host'].nunique(), 'host')}, {int(points['counts'].sum())} on quiet or unknown hosts"
     rows = math.ceil((len(colours) + len(markers) + 2) / COLUMNS)
-    title = "A graph gains where the mean kernel is shorter than the host's time to issue one"
+    title = "A graph gains where the mean kernel is shorter than the host's time to launch one"
     page = Page(title, note, footer, TALL + 0.65 + ROW * rows)
     axes = page.axes(LEFT, 0.1, page.WIDTH - page.MARGIN - LEFT, TALL)
     across, up = limits(points["kernel_us"], points["program_ratio"])

@@ -127,7 +127,8 @@ def _relative(path: Path, page: Path) -> str:
 def _launch(results, page, argument):
     """Return the times that counted hosts need to launch a kernel of an eager step, in a sentence with the rule."""
     points = roofline.points(results)
-    times = points["host_us"][points["counts"] & (points["ranks"] == 1)].dropna() if len(points) else points
+    eager = points["counts"] & (points["ranks"] == 1) & (points["program"] == points["base"])
+    times = points["host_us"][eager].dropna()
     if not len(times):
         return NOTHING
     text = f"Our hosts need {span(times.min(), times.max(), '.0f')} us to launch a kernel of an eager step, "
