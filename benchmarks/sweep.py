@@ -31,7 +31,7 @@ from graph_worth.harness.command import Mistake, shown
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Run, folder_of_sweep
 from graph_worth.harness.judge import FAILED, PASS, Judged
-from graph_worth.harness.pages import cells, run_table
+from graph_worth.harness.pages import cells, roofline, run_table
 from graph_worth.harness.processes import launch, locks
 from graph_worth.text import printable, without_folders
 
@@ -281,10 +281,8 @@ class Sweep:
 
 def _microseconds(judged: Judged) -> tuple[float | None, float | None]:
     """The mean kernel of the base, and the host's time to issue one."""
-    kernels = judged.build.variants[judged.base].profile.kernels
-    times_ms = judged.working(judged.base).value, judged.issue_ms(judged.base)
-    kernel_us, host_us = (1e3 * ms / kernels if ms and kernels else None for ms in times_ms)
-    return kernel_us, host_us
+    point = roofline.point_of(judged, judged.base)
+    return (point.kernel_us, point.host_us) if point else (None, None)
 
 
 def _variants(variant, described) -> list[str]:
