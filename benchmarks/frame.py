@@ -30,6 +30,7 @@ from benchmarks import corrections as corrections_file
 from benchmarks.corrections import Corrections
 from graph_worth.folders import ROOT
 from graph_worth.harness import command, intervals
+from graph_worth.harness.best import REDUCE_OVERHEAD, Best, best_of, of_state
 from graph_worth.harness.command import RUNS, Mistake, shown
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run, Variant, digits
@@ -53,8 +54,6 @@ from graph_worth.harness.standing import (
 EARLIER = ", earlier file"
 # A row names the scatter of its base's blocks if they differ by more.
 WIDE_SPREAD = 0.10
-# torch.compile's own graphs: a second stream in the process makes replays of other graphs up to 9 % slower.
-REDUCE_OVERHEAD = "reduce_overhead"
 # Columns of a host of the archive.
 ARCHIVED = {"archived": True, "light_cycles": 0, "is_mixed": False}
 OF_ONE_RUN = ("low", "high", "control_ratio", "control_half_width", "base_fastest_ms", "base_slowest_ms")
@@ -79,6 +78,7 @@ class _Point:
     workload: Workload
     process: str
     name: str
+    best: Best | None
 
     @property
     def variant(self) -> Variant:
@@ -122,6 +122,13 @@ class _Point:
     @cached_property
     def ceiling(self) -> Noted:
         return self.judged.ceiling_of(*self.blocks)
+
+    @property
+    def fastest(self) -> str:
+        """The best thing to do, at the variant that does it, or that came nearest where that is eager."""
+        if self.best is None or self.best.judged is not self.judged or self.best.name != self.name:
+            return ""
+        return "; ".join(filter(None, [self.best.words, self.best.difference]))
 
     @property
     def base_times(self) -> list[float]:
@@ -207,7 +214,9 @@ COLUMNS = {
     "joules": Column(NUMBER, "energy of a step", lambda at: at.judged.joules(*at.blocks)),
     "sm_mhz": Column(NUMBER, "median clock", lambda at: at.judged.sm_mhz(*at.blocks)),
     "base_mhz": Column(NUMBER, "of the base", lambda at: at.judged.sm_mhz(*at.base_blocks)),
-    "made_s": Column(NUMBER, "seconds of warm-up, compiler and capture", lambda at: at.variant.capture.made_s),
+    "made_s": Column(NUMBER, "seconds of warm-up, compiler and capture", lambda at: at.judged.made_s(at.name)),
+    "fastest": Column(TEXT, "best thing to do by its run, and its losses", lambda at: at.fastest),
+    "num_known": Column(COUNT, "passing variants of the run's state", lambda at: at.best and at.best.num_known),
     "alone_bytes": Column(COUNT, "memory alone in a process", lambda at: at.judged.alone_bytes(at.name)),
     "added_bytes": Column(COUNT, "that less the base's", lambda at: at.judged.added_bytes(at.name)),
     "steps_bytes": Column(COUNT, "without captures", lambda at: at.judged.added_bytes_in_steps(at.name)),
@@ -294,6 +303,7 @@ class Row(NamedTuple):
     joules: float | None
     sm_mhz: float | None
     made_s: float | None
+    fastest: str  # what is best by the run of the workload that measured most variants, at the row that does it
     alone_bytes: int | None
     added_bytes: int | None
     run: str
@@ -419,6 +429,7 @@ def points_of(runs: Iterable[tuple[Path, Run]], corrections: Corrections = corre
     points: list[_Point] = []
     for path, run in runs:
         builds = judged(run)
+        bests = {name: best_of(of_state(builds, build)) for name, build in builds.items()}
         first = next(iter(builds.values()), None)
         seen: set[tuple[Workload, str]] = set()
         for name, build in builds.items():
@@ -428,7 +439,7 @@ def points_of(runs: Iterable[tuple[Path, Run]], corrections: Corrections = corre
                 where = workload_of(run, name, busy)
                 # Variants that stand apart have an eager of their own, which is a row where no other one is.
                 new = [
-                    _Point(path, run, first or build, build, standing, where, name, variant)
+                    _Point(path, run, first or build, build, standing, where, name, variant, bests[name])
                     for variant, facts in build.build.variants.items()
                     if not (variant == run.control and not facts.blocks) and (not busy or build.blocks(variant, True))
                     if (where, variant) not in seen
@@ -613,10 +624,21 @@ def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
     table["headline"] &= table["is_opened"] & table["standing"].isin(COUNTED)
     table["standing"] = table["standing"].fillna("")
     table = table.join(_aside(every_ratio))
+    table["fastest"] = _fastest(points).reindex(table.index).fillna("")
     for name in ("run", "path"):
         table[f"memory_{name}"] = table[f"memory_{name}"].fillna(table[name])
     table["note"] = pd.Series([_note(row) for row in _plain(table)], index=table.index, dtype=TEXT)
     return table.reset_index()[list(Row._fields)]
+
+
+def _fastest(points: DataFrame) -> pd.Series:
+    """The best thing to do with each workload, by number of the row that does it.
+
+    Of its runs, those that count first, the newest of those that measured most variants decides.
+    """
+    order = points[(points["fastest"] != "") & (points["busy_processes"] == 0)].assign(tier=_tier)
+    order = order.sort_values(["tier", "num_known", "begin_utc"], ascending=[True, False, False], kind="stable")
+    return order.drop_duplicates(WORKLOAD).set_index("row")["fastest"]
 
 
 def opened(points: DataFrame) -> pd.Series:

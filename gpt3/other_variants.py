@@ -196,25 +196,19 @@ def compiled(state: State, capture, mode="default"):
 
 
 @variant(
-    "graph_layer_compile",
+    "graph_layer_compiled",
     kind="compile",
     help="graph_layer over layers that torch.compile made: what a graph adds to the compiler",
     graphs=lambda c: c.layer_passes,
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
     apart="compiled",
+    formerly="graph_layer_compile",
     when=lambda c: not c.staged,
 )
 def compiled_graphed(state: State, capture):
-    layers = compiled(state, capture)
-    layers.enter()
-    try:
-        graphed = GraphedLayers(state, capture)
-    finally:
-        layers.leave()
-    capture.strategy = "each layer's forward and backward, by torch.compile"
-    graphed.layers = layers  # keeps the compiled kernels, which the graphs launch
-    return graphed
+    strategy = "each layer's forward and backward, by torch.compile"
+    return compiled(state, capture).graphed(GraphedLayers, strategy)
 
 
 @variant(

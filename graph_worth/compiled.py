@@ -1,11 +1,16 @@
 """The variant of torch.compile that models share."""
 
 import contextlib
+import errno
+import os
 
 import torch
 
 from graph_worth import made_variant as variants
 from graph_worth.made_variant import Capture, Unsupported
+
+# Of one function: each shape has a graph, and those of variants made earlier count, too. torch's default is 8.
+MOST_GRAPHS = 64
 
 
 class Compiled:
@@ -39,7 +44,9 @@ class Compiled:
             # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
             on_gpu = state.device.type == "cuda"
             adopted = self.pool.adopt(is_borrowed=True) if on_gpu else contextlib.nullcontext()
-            with self.capture.timed("compile_s"), adopted:
+            # Of one function each shape is compiled; the models' have more than a user's step may have by default.
+            limits = {"recompile_limit": MOST_GRAPHS} if options["fullgraph"] else {}
+            with self.capture.timed("compile_s"), adopted, torch._dynamo.config.patch(**limits), compiling(self.capture):
                 self.compile_steps()
             self.count_replays()
         finally:
@@ -52,6 +59,17 @@ class Compiled:
         self.state, self._step, self.capture = state, step, capture
         self._originals = [(owner, name, getattr(owner, name)) for owner, name in functions]
         self._compiled = [(owner, name, torch.compile(fn, **options)) for owner, name, fn in self._originals]
+
+    def graphed(self, make, strategy: str):
+        """Return make(state, capture), a capture of the step with the compiled functions in it."""
+        self.enter()
+        try:
+            captured = make(self.state, self.capture)
+        finally:
+            self.leave()
+        self.capture.strategy = strategy
+        captured.compiled = self  # keeps the compiled kernels, which the graphs launch
+        return captured
 
     def compile_steps(self):
         """Make eager steps until nothing is compiled any more."""
@@ -81,6 +99,49 @@ class Compiled:
     def leave(self):
         """Put the model's own functions back."""
         _put(self._originals)
+
+
+@contextlib.contextmanager
+def compiling(capture: Capture):
+    """Count into the capture's report: passes that are compiled in a block, or come from the cache, and breaks.
+
+    Raises:
+        Unsupported: the compiler gave up; a line says why and at which line.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.utils import counters, graph_break_reasons
+
+    def counted():
+        return [counters["inductor"][f"fxgraph_cache_{word}"] for word in ("miss", "hit")]
+
+    before, breaks = counted(), len(graph_break_reasons)
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise Unsupported(_gave_up(error)) from error
+    counts = (after - start for after, start in zip(counted(), before, strict=True))
+    capture.report |= dict(zip(("compiled", "from_cache"), counts, strict=True))
+    lines = dict.fromkeys(_at(found.user_stack, found.reason) for found in graph_break_reasons[breaks:])
+    capture.report |= {"breaks": [*lines]} if lines else {}
+
+
+def _gave_up(error) -> str:
+    """Why the compiler gave up, and at which line."""
+    full = cause = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno == errno.ENOSPC):
+        cause = cause.__cause__ or getattr(cause, "inner_exception", None)
+    if cause is not None or os.strerror(errno.ENOSPC) in str(full):
+        return "torch.compile: no space is left for the compiler's cache (.cache in the root of the runs)"
+    text = str(getattr(error, "inner_exception", None) or error)
+    return f"torch.compile: {_at(getattr(error, 'real_stack', None), text)}"
+
+
+def _at(stack, text: str) -> str:
+    """The first line of a text, behind the innermost line of a stack."""
+    reason = next((line.strip() for line in text.splitlines() if line.strip()), "it gave up")[:200]
+    if not stack:
+        return reason
+    return f"{os.path.basename(stack[-1].filename)}:{stack[-1].lineno}: {reason}"
 
 
 def require_compiler(device: torch.device) -> None:

@@ -4,12 +4,9 @@ import torch
 
 from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.parameterized import sums
-from graph_worth.compiled import Compiled
+from graph_worth.compiled import MOST_GRAPHS, Compiled
 from graph_worth.made_variant import Capture
 from graph_worth.measuring import coverage
-
-# Of one function: each shape has a graph, and those of variants made earlier count, too. torch's default is 8.
-_MOST_GRAPHS = 64
 
 
 class Parameterized(Compiled):
@@ -45,7 +42,7 @@ class Parameterized(Compiled):
             with (
                 self.capture.timed("capture_s"),
                 backend.collecting(self.regions),
-                torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS),
+                torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS),
             ):
                 self.compile_steps()
             if not self.regions.graphs:

@@ -20,6 +20,20 @@ def compiled(state: State, capture, mode="default"):
 
 
 @variant(
+    "graph_step_compiled",
+    kind="compile",
+    help="graph_step over layers that torch.compile made: what a graph adds to the compiler",
+    graphs=2,
+    replays=lambda c: c.replays(1),
+    parity=1e-3,  # compiled kernels round otherwise
+    builds=("torch_bf16",),
+    apart="compiled",
+)
+def compiled_graphed(state: State, capture):
+    return compiled(state, capture).graphed(GraphedStep, "graph_step, each layer by torch.compile")
+
+
+@variant(
     "reduce_overhead",
     kind="compile",
     help="torch.compile(mode='reduce-overhead'): graphs as torch makes them",

@@ -258,10 +258,10 @@ def _model(results, page, argument):
     for row in shown:
         gpus = f"{row.ranks} " * (row.ranks > 1) + headlines.short(row.gpu)
         name = tables.linked(f"{row.workload.removeprefix(f'{argument}/')}, {gpus}", row, page)
-        texts = [in_markdown(tables.CELLS[column](row)) for column in tables.FEW[1:]]
+        texts = [in_markdown(tables.CELLS[column](row)) for column in tables.OF_MODEL[1:]]
         lines.append(["" if name == before else name, *texts])
         before = name
-    table = tables.markdown(list(tables.FEW), lines)
+    table = tables.markdown(list(tables.OF_MODEL), lines)
     return table + (f"\n\nWithout a number:\n\n{left}" if left else "")
 
 

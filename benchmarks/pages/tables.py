@@ -20,8 +20,10 @@ SCREEN = 100
 # Decimals of ranges on pages for people.
 TWO = ",.2f"
 FEW = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain over hosts", "at most", "hosts", "note")
+# Of a model's page; the hosts stand behind the gain.
+OF_MODEL = ("workload", "variant", "base ms over hosts", "ms over hosts", "gain, hosts", "at most", "fastest", "note")
 ON_SCREEN = ("variant", "base ms", "ms", "gain", "95 % or range", "most", "on hosts", "note")
-TEXT = ("workload", "variant", "note", "parity", "hosts", "on hosts")
+TEXT = ("workload", "variant", "note", "parity", "hosts", "on hosts", "fastest")
 # Columns of overview.csv, a row of `frame.rows` each.
 CSV = (
     *("machine", "model", "preset", "label", "build", "busy_processes", "variant", "kind", "base", "status", "reason"),
@@ -70,9 +72,13 @@ def gain_range(row: Row) -> str:
 
 def gain_and_hosts(row: Row, gpu: str = "") -> str:
     """The same with the number of hosts behind the range that they are of; `gpu`: their name."""
-    quiet, *more = gain_range(row).split("; ")
-    text = cells.hosts_text(row.hosts, row.archived_hosts, row.unknown_hosts, gpu)
-    return "; ".join([f"{quiet}, {text}", *more]) if quiet else ""
+    return _behind_first(gain_range(row), cells.hosts_text(row.hosts, row.archived_hosts, row.unknown_hosts, gpu))
+
+
+def _behind_first(gains: str, hosts_text: str) -> str:
+    """Gains, with the hosts behind the first range."""
+    first, *more = gains.split("; ")
+    return "; ".join([", ".join(filter(None, [first, hosts_text])), *more]) if first else ""
 
 
 def hosts(row: Row) -> str:
@@ -92,6 +98,8 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "most": lambda row: at_most(row, times(row.ceiling)),
     "on hosts": lambda row: str(row.hosts or "") + (f" ({row.archived_hosts})" if row.archived_hosts else ""),
     "gain over hosts": lambda row: with_beside(gain_and_interval(row), row),
+    "gain, hosts": lambda row: _behind_first(with_beside(gain_and_interval(row), row), hosts(row) if row.hosts else ""),
+    "fastest": lambda row: row.fastest,
     "at most": lambda row: at_most(row, span(row.ceiling_low, row.ceiling_high, ".3f", "x")),
     "hosts": lambda row: hosts(row) if row.hosts else "",
     "note": lambda row: row.note if row.status == PASS else row.status,

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from graph_worth.harness import checks, intervals
 from graph_worth.harness.checks import LARGEST_OF_ONE_BLOCK, OF_NUMBERS, Fault, Found, fault_of, scatter_of_losses
-from graph_worth.harness.files.facts import Block, Build, Course, Profile, Run, digits
+from graph_worth.harness.files.facts import Block, Build, Course, Profile, Run, Variant, digits
 from graph_worth.harness.intervals import Ratio
 from graph_worth.measuring.parity import SCATTER_FACTOR, ParityOfRuns, agreement, amount, loss_deviation
 
@@ -335,12 +335,23 @@ class Judged:
         reached = ratio.ratio / ceiling if ratio and ceiling else None
         return reached if reached is not None and reached <= MOST_REACHED else None
 
+    def made_s(self, name: str) -> float | None:
+        """Return the seconds of warm-up, compiler and capture of a variant, as if it were the only one.
+
+        Of the compiled variants of a process the first one compiles what the others use, too.
+        """
+        capture, variants = self.build.variants[name].capture, self.build.variants.values()
+        if capture.made_s is None or self.build.variants[name].kind != "compile":
+            return capture.made_s
+        longest_s = max(variant.capture.compile_s or 0.0 for variant in variants if variant.kind == "compile")
+        return capture.made_s + longest_s - (capture.compile_s or 0.0)
+
     def paid_back(self, name: str, busy: bool = False) -> int | None:
         """Return the number of steps after which a faster variant has gained the seconds that it took to make.
 
         None where the interval of its ratio contains 1, or where the seconds are not known.
         """
-        ratio, made_s = self.ratio_of(name, busy), self.build.variants[name].capture.made_s
+        ratio, made_s = self.ratio_of(name, busy), self.made_s(name)
         if ratio is None or made_s is None or ratio.cycles < 2 or not ratio.low > 1:
             return None
         return math.ceil(1e3 * made_s / (ratio.base_ms - ratio.variant_ms))
@@ -474,6 +485,11 @@ def _parity_fault(run, build, name, before, after) -> Found | None:
         reason = f"parity after its blocks: differs by {after}, eager runs by {amount(scatter)}"
         return Found(Fault.PARITY_AFTER, reason)
     return None
+
+
+def of_itself(reference: Variant) -> float:
+    """Return by how much the losses of a reference differ between its own courses and blocks."""
+    return max(_scatter(reference.parity), _scatter(reference.after), scatter_of_losses(reference))
 
 
 def _scatter(courses: Sequence[Course]) -> float:

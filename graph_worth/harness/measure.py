@@ -24,11 +24,13 @@ import time
 from pathlib import Path
 
 from graph_worth.folders import CODE, OWN_STEP, ROOT, START
-from graph_worth.harness import ask, command, intervals, judge, run
+from graph_worth.harness import ask, command, judge, run
 from graph_worth.harness.ask import Options
+from graph_worth.harness.best import best_of
 from graph_worth.harness.checks import FENCES
 from graph_worth.harness.command import Mistake
 from graph_worth.harness.files.facts import Run
+from graph_worth.harness.files.run_file import RENAMED
 from graph_worth.harness.judge import Judged, Verdict
 from graph_worth.harness.pages import roofline
 from graph_worth.harness.pages.cells import milliseconds
@@ -40,16 +42,12 @@ MODEL = OWN_STEP
 FASTER, EAGER_FAILED, SAME, UNCLEAR, WRONG, NO_CAPTURE, SLOWER, NOT_MEASURED = 0, 1, 3, 4, 5, 6, 7, 8
 MISTAKE = 2
 STATUS_OF = {"faster": FASTER, "same": SAME, "unclear": UNCLEAR, "slower": SLOWER}
-WHAT = {
-    "graph_step": "capture the whole step",
-    "graph_fwd_bwd": "capture forward and backward, and leave the optimizer eager",
-    "graph_modules": "capture the modules that its row names, forward and backward",
-    "compile": "compile the modules",
-    "graph_compiled": "compile the modules, and capture the whole step",
-    "reduce_overhead": 'compile the modules with mode="reduce-overhead"',
-    "mine": "keep the capture that your file makes",
-}
-VARIANTS = ("eager", *WHAT)
+# On a CPU `compile` runs where it is named, and the others do not.
+COMPILED = ("compile", "graph_step_compiled", "reduce_overhead")
+# Measured where the file hands one over.
+MINE = "mine"
+USUAL = ("graph_step", "graph_fwd_bwd", "graph_modules", *COMPILED)
+VARIANTS = ("eager", *USUAL, MINE)
 NAMES = {status: word for word, status in STATUS_OF.items()}
 NAMES |= {WRONG: "wrong numbers", NO_CAPTURE: "cannot be captured", NOT_MEASURED: "not measured"}
 NAMES |= {EAGER_FAILED: "failed"}
@@ -57,13 +55,8 @@ PROG = command.prog_of("measure")
 DOCTOR_LIMIT_S = 300
 # The cycles of the usual process take at most so many seconds, those of the others as few as there may be.
 CYCLES_S = 24.0
-# On a CPU `compile` runs where it is named, and the others do not.
-COMPILED = ("compile", "graph_compiled", "reduce_overhead")
 # A graph of the whole step leaves nothing that a graph of a part would remove.
 WHOLE = ("graph_step", *COMPILED)
-# Measured where the file hands one over.
-MINE = "mine"
-USUAL = [name for name in WHAT if name != MINE]
 # Losses of blocks of a step that does otherwise in a capture, as the doctor has compared them.
 AWARE_TOLERANCE = 1e-2
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 6)
@@ -91,7 +84,7 @@ def parse(argv=None) -> argparse.Namespace:
     add("--quick", action="store_true", help="issue and busy of the eager step alone")
     add("--json", action="store_true", help="print the verdict as JSON, and all else on stderr")
     helps = {
-        "variants": f"some of {', '.join(WHAT)} (those that can be best)",
+        "variants": f"some of {', '.join(VARIANTS[1:])} (those that can be best)",
         "cycles": "cycles (8, of which 5 must fit; CPU 3), or auto",
         "minutes": "go on with cycles until then",
         "ngpu": "GPUs, or ranks on the CPU, under torchrun (1)",
@@ -120,7 +113,10 @@ def request(args: argparse.Namespace, usual: str | None = None) -> Options:
     label, flags = named_step(args.step)
     options = Options(model=MODEL, label=label, flags=flags, **ask.values_for(Options, args))
     options.variants = args.variants or usual
-    unknown = [name for name in command.words_of(args.variants or "") if name not in VARIANTS]
+    names = command.words_of(args.variants or "")
+    unknown = [name for name in names if name not in VARIANTS and names != ["all"]]
+    if unknown and unknown[0] in RENAMED:
+        raise Mistake(f"variant {unknown[0]!r} is now {RENAMED[unknown[0]]!r}")
     if unknown:
         raise Mistake(f"unknown variant {unknown[0]!r}, --variants takes some of {', '.join(VARIANTS)}")
     if args.quick:
@@ -153,7 +149,7 @@ def verdict(measured: Run) -> tuple[int, str]:
         return _none_passed({name: judged.verdicts[name] for name, judged in graphs.items()}, wrong)
     if measured.device == "cpu" or not graphs:
         return NOT_MEASURED, _not_measured(_first(builds), passed, wrong)
-    return _measured(passed, wrong)
+    return _measured(builds, wrong)
 
 
 def _first(builds: list[Judged]) -> Judged:
@@ -190,23 +186,12 @@ def _not_measured(judged: Judged, passed, wrong) -> str:
     return " ".join(parts) or "Not measured."
 
 
-def _measured(passed: dict[str, Judged], wrong) -> tuple[int, str]:
-    ratios = {name: judged.ratio_of(name) for name, judged in passed.items()}
-    bounded_ratios = {name: ratio for name, ratio in ratios.items() if ratio is not None and ratio.cycles > 1}
-    if not bounded_ratios:
+def _measured(builds: list[Judged], wrong) -> tuple[int, str]:
+    best = best_of(builds)
+    if best is None:
         return NOT_MEASURED, "Not measured: fewer than two cycles."
-    name, ratio = max(bounded_ratios.items(), key=lambda item: item[1].low)
-    word = intervals.word(ratio)
-    numbers = f"{ratio.ratio:.3f}x, {ratio.low:.3f} to {ratio.high:.3f}, on this host in these minutes"
-    text = {
-        "faster": f"Faster: {WHAT.get(name, name)} ({name}): {numbers}.",
-        "same": f"Same: leave it eager. The best graph, {name}, changes nothing: {numbers}.",
-        "slower": f"Slower: leave it eager. The best graph, {name}: {numbers}.",
-        "unclear": f"Unclear: {name} at {numbers}. CYCLES=auto (--cycles auto) goes on until the interval is narrow.",
-    }[word]
-    if wrong:
-        text += f" Wrong numbers: {', '.join(wrong)}."
-    return STATUS_OF[word], text
+    wrong_text = f" Wrong numbers: {', '.join(wrong)}." if wrong else ""
+    return STATUS_OF[best.word], best.sentence + wrong_text
 
 
 def doctor(options: Options) -> tuple[int, str, dict]:

@@ -17,15 +17,14 @@ from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged
 from graph_worth.harness.pages import roofline, web
 from graph_worth.harness.pages.cells import milliseconds
-from graph_worth.harness.pages.run_table import build_title, busy_sentence, cells_of, on_a_cpu, rates, unchecked
-
-WORDS = {"faster": "is faster than", "slower": "is slower than", "same": "is as fast as"}
+from graph_worth.harness.pages.run_table import build_title, busy_sentence, cells_of, on_a_cpu, rates, unchecked, verdicts_of
 
 
 def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
     """Return the page of a run, with the doctor's findings, and a verdict in the place of that of the run's numbers."""
     gpus = sorted({gpu.name for gpu in run.host.gpus})
     builds = judge.judged(run)
+    sentences = verdicts_of(builds)
     data = [{"blocks": web.blocks(judged), "timelines": _timelines(judged)} for judged in builds.values()]
     return web.page(
         {"builds": data},
@@ -33,16 +32,16 @@ def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
         machine=f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.cores or '?'} cores",
         findings=findings,
         verdict=verdict or (on_a_cpu(builds.values()) if run.device == "cpu" else ""),
-        builds=[_build(name, judged) for name, judged in builds.items()],
+        builds=[_build(name, judged, sentences.get(name, "")) for name, judged in builds.items()],
     )
 
 
-def _build(name: str, judged: Judged) -> dict:
+def _build(name: str, judged: Judged, verdict: str) -> dict:
     rows = [_row(judged, variant_name) for variant_name in web.timed(judged)]
     best = max((row for row in rows if row["is_graph"]), key=lambda row: row["low"], default=None)
     return {
         "title": build_title(name, judged.build.fields, judged.build.apart),
-        "verdict": _verdict(judged, best),
+        "verdict": verdict or ("" if best else "No graph has a time."),
         "rows": rows,
         "has_memory": any(row["cells"]["GiB"] for row in rows),
         "faults": [(variant_name, verdict) for variant_name, verdict in judged.verdicts.items() if verdict.reason],
@@ -66,17 +65,6 @@ def _row(judged: Judged, name: str) -> dict:
         "low": ratio.low if ratio else 0.0,
         "word": intervals.word(ratio) if ratio and ratio.cycles > 1 else "",
     }
-
-
-def _verdict(judged: Judged, best: dict | None) -> str:
-    if best is None:
-        return "No graph has a time."
-    name, cells = best["name"], best["cells"]
-    statement = f"Whether {name} is faster than {judged.base} is unclear"
-    if best["word"] in WORDS:
-        statement = f"{name} {WORDS[best['word']]} {judged.base}"
-    numbers = ", ".join(filter(None, [cells["ratio"], cells["95 %"]]))
-    return f"{statement}: {numbers}, on this host in these minutes."
 
 
 def _why(judged: Judged, best: str) -> dict | None:

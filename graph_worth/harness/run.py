@@ -140,7 +140,6 @@ def settings_of(args: Options, preset: str) -> Settings:
     return Settings(
         **ask.values_for(Settings, args) | given,
         most_blocks_s=1.0 if is_own else 4.0,
-        compiles_once=is_own,
         control="" if args.no_control else CONTROL,
         audits=not args.no_audit,
     )

@@ -340,6 +340,7 @@ class Worker:
         self._settle_memory()
         capture: Capture = variant.capture
         graphs, replays = self.model.promises(name)
+        self.say({"say": "made"})
         return variant, {
             "strategy": capture.strategy,
             "graphs": sum(len(pool.graphs) for pool in capture.pools),

@@ -251,7 +251,16 @@ class CompiledModules(Compiled):
             raise
 
 
-@variant("graph_compiled", kind="compile", graphs=None, replays=1, parity=1e-2, headline=True, apart="compiled")
+@variant(
+    "graph_step_compiled",
+    kind="compile",
+    graphs=None,
+    replays=1,
+    parity=1e-2,
+    headline=True,
+    apart="compiled",
+    formerly="graph_compiled",
+)
 class GraphedCompiledStep(GraphedStep):
     """The whole step in one graph, its modules compiled."""
 

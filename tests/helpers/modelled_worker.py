@@ -8,9 +8,9 @@ from collections import Counter
 from tests.helpers.made_run import block
 
 START_S, BUILD_S, END_S = 3.0, 2.4, 0.4
-STEP_MS = {"eager": 14.5, "graph_step": 7.5, "compile": 13.0, "graph_compiled": 5.24, "reduce_overhead": 5.28}
+STEP_MS = {"eager": 14.5, "graph_step": 7.5, "compile": 13.0, "graph_step_compiled": 5.24, "reduce_overhead": 5.28}
 # The first time in a run, and with the compiler's cache.
-MADE_S = {"compile": (15.0, 5.7), "graph_compiled": (15.0, 6.2), "reduce_overhead": (8.3, 5.7)}
+MADE_S = {"compile": (15.0, 5.7), "graph_step_compiled": (15.0, 6.2), "reduce_overhead": (8.3, 5.7)}
 HASH_S, BLOCK_S, PROFILE_S = 0.015, 0.13, 0.9
 
 
@@ -48,7 +48,7 @@ def worker_class(clock: Clock, left_bytes=0, stops_at=None):
         def end(self, is_at_once=False):
             clock.take("end", END_S)
 
-        def call(self, command, limit_s):
+        def call(self, command, limit_s, waiting=None):
             name = command.get("variant", "")
             self.asked.append((command["do"], name))
             if self.asked[-1] == stops_at:
@@ -58,8 +58,8 @@ def worker_class(clock: Clock, left_bytes=0, stops_at=None):
         def make(self, name, what):
             if name not in self.made:
                 first, again = MADE_S.get(name, (0.3, 0.3))
-                is_known = name in clock.compiled or (name == "graph_compiled" and "compile" in clock.compiled)
-                seconds = 0.5 if name == "graph_compiled" and "compile" in self.made else again if is_known else first
+                is_known = name in clock.compiled or (name == "graph_step_compiled" and "compile" in clock.compiled)
+                seconds = 0.5 if name == "graph_step_compiled" and "compile" in self.made else again if is_known else first
                 clock.take(f"{what}: made", seconds)
                 clock.compiled.add(name)
                 self.made[name] = seconds

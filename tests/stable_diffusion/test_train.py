@@ -294,7 +294,7 @@ def test_eager_torch_launches_no_kernel_of_ours():
 # --- rows with a status
 
 
-@pytest.mark.parametrize("name", ["compile", "graph_step_compile", "reduce_overhead"])
+@pytest.mark.parametrize("name", ["compile", "graph_step_compiled", "reduce_overhead"])
 def test_compiled_variants_are_unsupported_on_the_host(name, graphed):
     with pytest.raises(Unsupported, match="measured on a GPU only"):
         make(name, graphed[0])

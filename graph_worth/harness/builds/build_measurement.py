@@ -98,7 +98,8 @@ class BuildMeasurement:
                 self.worker.end()
 
     def _is_kept(self, variant) -> bool:
-        return self.settings.compiles_once and self.request.variants[variant]["kind"] == "compile"
+        """Return whether a variant is timed as its parity was checked, since compiling takes long."""
+        return self.request.variants[variant]["kind"] == "compile"
 
     def _parity_steps(self):
         """Steps of a parity check, and the seconds after which the first one stops. All make the same steps."""

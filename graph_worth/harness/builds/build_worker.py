@@ -111,7 +111,7 @@ class BuildWorker:
         """
         worker = self._worker or self._start(parity)
         try:
-            answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command))
+            answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command), self._waiting(variant))
         except WorkerEnded as end:
             self.end()
             if self._has_second_chance(variant, end):
@@ -148,6 +148,12 @@ class BuildWorker:
             return limit_s
         steps = sum(command[kind] for kind in ("untimed", "timed", "drained"))
         return min(limit_s, max(LEAST_LIMIT_S, PATIENCE * (steps * pace["ms"] / 1e3 + pace["reset_s"])))
+
+    def _waiting(self, variant) -> Callable[[float], None] | None:
+        """Say how long the compiler has worked for a variant that is not made yet."""
+        if self.request.variants[variant].get("kind") != "compile" or variant in self.captured:
+            return None
+        return lambda seconds: self.say(f"  {variant} compiles: {seconds:.0f} s")
 
     def _was_stopped(self, variant):
         """The process that watches the clock was stopped in a block, by a user perhaps; TryAgain."""
@@ -242,7 +248,9 @@ class BuildWorker:
                 for number, (variant, command) in enumerate(asks):
                     if number < done and command["do"] != "capture":
                         continue
-                    answer = worker.call(command | {"variant": variant}, self.settings.limit_s)
+                    answer = worker.call(
+                        command | {"variant": variant}, self.settings.limit_s, self._waiting(variant)
+                    )
                     done = max(done, number + 1)
                     if command["do"] == "alone":
                         answer["is_only"] = self.ahead.worker is None

@@ -23,7 +23,6 @@ class Settings:
         cycles_s: from FEWEST_CYCLES on no cycle begins with which all would take longer. None: all cycles are made.
         is_light: the losses of blocks are the parity, and nothing is measured beside cycles, profiles and eager alone.
         audits: each variant also trains from a state of its own, which eager repeats in another process.
-        compiles_once: a compiled variant is timed as its parity was checked, since compiling takes long.
     """
 
     cycles: int | str = 8
@@ -35,7 +34,6 @@ class Settings:
     limit_s: float = 600.0
     cycles_s: float | None = None
     audits: bool = True
-    compiles_once: bool = False
     is_light: bool = False
 
     @property

@@ -212,6 +212,10 @@ def _variant(name, declared, facts, cycles) -> Variant:
     variant_facts = [fact for fact in facts if fact.get("variant") == name]
     left_out, alone, profiles = (_of(variant_facts, kind) for kind in ("left_out", "alone", "profile"))
     captures = _of(variant_facts, "capture") or _of(variant_facts, "parity") or [{}]
+    if declared["kind"] == "compile":
+        # A later process finds compiled code in the cache.
+        makings = [*captures, *_of(variant_facts, "parity")]
+        captures = [max(makings, key=lambda fact: fact.get("made_s", 0.0))]
     # A cycle that is begun again, perhaps without a variant, replaces the first.
     of_cycles = [block for block in _of(variant_facts, "block") if _is_of_cycle(block, cycles)]
     blocks = {(block["cycle"], block["place"]): block for block in of_cycles}

@@ -23,6 +23,12 @@ MAX_VARIANTS = 500
 # Of values whose fields have no type, such as a configuration.
 MAX_INTEGER = 10**18
 PASSED_OVER = ("archive", "figures", "operators")
+# Names of variants in older files.
+RENAMED = {
+    "graph_compiled": "graph_step_compiled",
+    "graph_step_compile": "graph_step_compiled",
+    "graph_layer_compile": "graph_layer_compiled",
+}
 
 
 class Damaged(ValueError):
@@ -97,6 +103,7 @@ def parsed(data: bytes) -> Content:
         raise ValueError(f"{number:,} variants, a run file has at most {MAX_VARIANTS}")
     for run in every:
         _require_sound(run)
+        _rename(run)
     if isinstance(content, Epochs):
         _require_printable([content.id, *(text for run in content.runs for text in (run.program, run.step))])
         _require_small([content.source, content.versions, content.host.variables, content.host.slurm])
@@ -131,6 +138,14 @@ def find(root: Path) -> tuple[list[tuple[Path, Run]], list[str]]:
         except Damaged as error:
             faults.append(str(error))
     return runs, faults
+
+
+def _rename(run: Run) -> None:
+    """Give variants of an older file the names that they have now; only compiled ones changed, never a reference."""
+    for build in run.builds.values():
+        build.variants = {RENAMED.get(name, name): variant for name, variant in build.variants.items()}
+        for cycle in build.cycles:
+            cycle.order = [RENAMED.get(name, name) for name in cycle.order]
 
 
 def _require_sound(run: Run) -> None:

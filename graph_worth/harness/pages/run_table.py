@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from graph_worth.folders import OWN_STEP
 from graph_worth.harness import intervals, judge
+from graph_worth.harness.best import best_of, of_state
 from graph_worth.harness.files.facts import Run, joined
 from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS, Judged
@@ -27,11 +28,25 @@ def report(run: Run) -> str:
     parts = [_build_report(name, judged) for name, judged in builds.items()]
     text = "\n\n".join(part for part in parts if part)
     text += across(builds)
+    if run.device == "cuda" and run.model != OWN_STEP:
+        text += "".join(f"\n{textwrap.fill(line, WIDTH)}" for line in verdicts_of(builds).values())
     if run.device != "cpu" or not any(
         variant.blocks for judged in builds.values() for variant in judged.build.variants.values()
     ):
         return text
     return f"{text}\n{on_a_cpu(builds.values())}"
+
+
+def verdicts_of(builds: dict[str, Judged]) -> dict[str, str]:
+    """Return the best thing to do, under the name of the first build of each state, with that build's fields."""
+    sentences: dict[str, str] = {}
+    for judged in builds.values():
+        state = of_state(builds, judged)
+        name, best = next(known for known, build in builds.items() if build is state[0]), best_of(state)
+        if best is not None:
+            flags = build_title(name, judged.build.fields)
+            sentences[name] = f"{flags}: {best.sentence}" if flags else best.sentence
+    return sentences
 
 
 def on_a_cpu(builds: Iterable[Judged]) -> str:
@@ -231,19 +246,23 @@ def _meaning(judged: Judged) -> str:
             lines.append(f"{name}: {word} on this host now{_beside(judged, name, ratio)}.")
             why = reason(judged, name) if word in ("same", "slower") else ""
             lines += [f"Why not faster: {why}."] if why else []
-            lines += _graphs_of(variant)
+            lines += _graphs_of(judged, name)
     lines += filter(None, [roofline.sentence(roofline.points_of(judged))])
     return "\n".join(line for text in lines for line in textwrap.wrap(text, WIDTH))
 
 
-def _graphs_of(variant) -> list[str]:
+def _graphs_of(judged: Judged, name: str) -> list[str]:
     """A sentence about the graphs of a variant, where the file knows the share of the GPU's time in them."""
-    share, capture = variant.profile.graph_time_share, variant.capture
-    if share is None or capture.made_s is None:
+    variant, made_s = judged.build.variants[name], judged.made_s(name)
+    share, capture, report = variant.profile.graph_time_share, variant.capture, variant.capture.report or {}
+    if share is None or made_s is None:
         return []
     number = "no graph" if not capture.graphs else f"{capture.graphs:,} graph{'s' * (capture.graphs > 1)}"
-    cost = f"made in {milliseconds(capture.made_s)} s with warm-up and compiler"
-    return [f"{number}, with {100 * share:.0f} % of the GPU's time, {cost}."]
+    cost = f"made in {milliseconds(made_s)} s with warm-up and compiler"
+    if cached := report.get("from_cache"):
+        cost += f", whose cache had {cached} of {cached + report['compiled']} passes"
+    breaks = [f"the compiler leaves its graph at {line}" for line in report.get("breaks", ())]
+    return [f"{number}, with {100 * share:.0f} % of the GPU's time, {'; '.join([cost, *breaks])}."]
 
 
 def _beside(judged: Judged, name: str, ratio: intervals.Ratio) -> str:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from graph_worth.harness.command import Mistake
@@ -24,6 +25,8 @@ from graph_worth.measuring.channel import Channel, Closed
 
 START_LIMIT_S = 180.0
 POLL_S = 0.5
+# How often a call of long silence is told of.
+WAITING_S = 10.0
 # What torchrun prints of the rank that ended first, and what the others see of it.
 DEAD_RANK = re.compile(r"Root Cause.*?\n\s*rank\s*: (\d+) .*?\n\s*exitcode\s*: (-?\d+) ", re.DOTALL)
 STOPPED_TORCHRUN = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
@@ -111,8 +114,10 @@ class WorkerProcess:
                 raise WorkerEnded("timeout", f"the worker did not answer within {START_LIMIT_S:g} s of its start")
         return time.monotonic() - start_s
 
-    def call(self, command: dict, limit_s: float) -> dict:
+    def call(self, command: dict, limit_s: float, waiting: Callable[[float], None] | None = None) -> dict:
         """Send a command and wait for its answer; WorkerEnded where it died, or sent nothing for limit_s.
+
+        `waiting` gets the seconds so far, every WAITING_S until the worker has made the variant or answered.
 
         Returns:
             The last message, whose "say" is "done" or "failed". Where the worker marked the begin and the end of timed
@@ -124,6 +129,7 @@ class WorkerProcess:
         assert self._channel is not None, "it has answered"
         marks: dict[str, float] = {}
         stops = seen = _stops
+        waits = 1
         try:
             sent_s = heard_s = time.monotonic()
             self._channel.send(command)
@@ -131,6 +137,9 @@ class WorkerProcess:
                 message, now_s = self._channel.receive(POLL_S), time.monotonic()
                 if message is None:
                     self._require_alive()
+                    if waiting and "made" not in marks and now_s - sent_s >= waits * WAITING_S:
+                        waiting(now_s - sent_s)
+                        waits += 1
                     if seen != _stops:
                         # A user's Ctrl-Z is no silence of the worker.
                         seen, heard_s = _stops, now_s

@@ -22,7 +22,7 @@ from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run, with_apart
 
 PARTS = ["graph_step", "graph_fwd_bwd", "graph_modules"]
-WHOLE = ["graph_step", "compile", "graph_compiled", "reduce_overhead"]
+WHOLE = ["graph_step", "compile", "graph_step_compiled", "reduce_overhead"]
 STEP = """
 import torch
 

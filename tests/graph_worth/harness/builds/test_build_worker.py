@@ -26,7 +26,7 @@ class Answers:
     def wait(self):
         return 1.0
 
-    def call(self, command, limit_s):
+    def call(self, command, limit_s, waiting=None):
         self.asked.append((command, limit_s))
         return {"say": "done", **self.facts}
 
@@ -59,7 +59,7 @@ class Ends(Answers):
     def wait(self):
         return self.raised() if self.at == "wait" else 1.0
 
-    def call(self, command, limit_s):
+    def call(self, command, limit_s, waiting=None):
         return self.raised() if self.at == command["do"] else super().call(command, limit_s)
 
     def raised(self):
@@ -155,7 +155,7 @@ def test_the_next_worker_starts_when_the_last_question_to_one_of_its_own_is_answ
             order.append("start")
             super().__init__()
 
-        def call(self, command, limit_s):
+        def call(self, command, limit_s, waiting=None):
             order.append(command["do"])
             return super().call(command, limit_s)
 
@@ -203,7 +203,7 @@ def test_a_stop_of_this_process_is_counted(own, monkeypatch, tmp_path):
 class Refuses(Answers):
     """Has no answer to blocks, and goes on."""
 
-    def call(self, command, limit_s):
+    def call(self, command, limit_s, waiting=None):
         answer = super().call(command, limit_s)
         failed = {"say": "failed", "kind": "error", "reason": "refused", "fatal": False}
         return failed if command["do"] == "block" else answer

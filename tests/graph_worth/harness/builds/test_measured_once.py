@@ -39,7 +39,7 @@ def test_a_run_of_all_variants_takes_four_processes_and_at_most_150_seconds_of_t
         ("alone", "graph_step"),
         ("alone", "eager"),
     ]
-    assert ("alone", "graph_compiled") in clock.processes[0].asked
+    assert ("alone", "graph_step_compiled") in clock.processes[0].asked
     # The last has nothing but eager in it, and repeats the audits of all.
     assert {name for _, name in clock.processes[-1].asked} == {"", "eager"} and clock.calls["repetition"] == 14
     assert {name: len(build.cycles) for name, build in found.builds.items()} == {
@@ -90,7 +90,7 @@ def test_eager_alone_is_measured_once_and_the_file_says_for_which_builds(tmp_pat
         assert not any(map(judged.unchecked, judged.verdicts))
         assert all(variant.alone for name, variant in judged.build.variants.items() if name != "control")
     is_only = {name: variant.alone.is_only for name, variant in builds["+compiled"].build.variants.items()}
-    assert is_only == {"eager": True, "compile": True, "graph_compiled": False}
+    assert is_only == {"eager": True, "compile": True, "graph_step_compiled": False}
 
 
 def test_each_process_compares_its_own_eager_with_the_one_alone(tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ def test_each_process_compares_its_own_eager_with_the_one_alone(tmp_path, monkey
 def test_what_leaves_memory_behind_is_the_only_one_of_its_process_that_is_measured_there(tmp_path, monkeypatch):
     _, clock = measured(tmp_path, monkeypatch, left_bytes=2**21 + 1)
     asked = [[name for do, name in worker.asked if do == "alone"] for worker in clock.processes]
-    assert asked == [["compile"], ["graph_compiled"], ["reduce_overhead"], ["graph_step"], ["eager"]]
+    assert asked == [["compile"], ["graph_step_compiled"], ["reduce_overhead"], ["graph_step"], ["eager"]]
 
 
 def test_the_only_process_of_variants_has_the_control_and_more_cycles(tmp_path, monkeypatch):
