@@ -46,7 +46,12 @@ class Compiled:
             adopted = self.pool.adopt(is_borrowed=True) if on_gpu else contextlib.nullcontext()
             # Of one function each shape is compiled; the models' have more than a user's step may have by default.
             limits = {"recompile_limit": MOST_GRAPHS} if options["fullgraph"] else {}
-            with self.capture.timed("compile_s"), adopted, torch._dynamo.config.patch(**limits), compiling(self.capture):
+            with (
+                self.capture.timed("compile_s"),
+                adopted,
+                torch._dynamo.config.patch(**limits),
+                compiling(self.capture),
+            ):
                 self.compile_steps()
             self.count_replays()
         finally:

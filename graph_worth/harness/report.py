@@ -17,7 +17,15 @@ from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged
 from graph_worth.harness.pages import roofline, web
 from graph_worth.harness.pages.cells import milliseconds
-from graph_worth.harness.pages.run_table import build_title, busy_sentence, cells_of, on_a_cpu, rates, unchecked, verdicts_of
+from graph_worth.harness.pages.run_table import (
+    build_title,
+    busy_sentence,
+    cells_of,
+    on_a_cpu,
+    rates,
+    unchecked,
+    verdicts_of,
+)
 
 
 def page_of(run: Run, findings: str = "", verdict: str = "") -> str:

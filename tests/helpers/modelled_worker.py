@@ -59,7 +59,9 @@ def worker_class(clock: Clock, left_bytes=0, stops_at=None):
             if name not in self.made:
                 first, again = MADE_S.get(name, (0.3, 0.3))
                 is_known = name in clock.compiled or (name == "graph_step_compiled" and "compile" in clock.compiled)
-                seconds = 0.5 if name == "graph_step_compiled" and "compile" in self.made else again if is_known else first
+                seconds = (
+                    0.5 if name == "graph_step_compiled" and "compile" in self.made else again if is_known else first
+                )
                 clock.take(f"{what}: made", seconds)
                 clock.compiled.add(name)
                 self.made[name] = seconds

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from graph_worth.compiled import MOST_GRAPHS
 from stable_diffusion.config import PRESETS
+from stable_diffusion.other_variants import repeated_blocks
 from stable_diffusion.unet import ResBlock, Transformer, UNet, initialise, sinusoids
 
 TINY = replace(PRESETS["tiny"], multipliers="1,2,4,4", res_blocks=2)
@@ -150,13 +152,29 @@ def test_initialise_is_seeded_and_in_place():
 
 
 @pytest.mark.slow
-def test_the_compiler_sees_one_graph_and_the_same_numbers():
+def test_the_compiler_sees_each_kind_of_block_once_and_the_same_numbers():
     """fullgraph=True fails at a graph break; the backend runs what was traced, forward and backward."""
-    unet = UNet(TINY)
+    torch._dynamo.reset()
+    unet = UNet(TINY).to(memory_format=torch.channels_last)
     initialise(unet, TINY, 0)
-    compiled = torch.compile(unet, backend="aot_eager", dynamic=False, fullgraph=True)
+    blocks, kinds, compiled = repeated_blocks(unet), set(), []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for block in blocks:
+        block.register_forward_pre_hook(
+            lambda block, args: kinds.add((*(arg.shape for arg in args), *(parameter.shape for parameter in block.parameters())))
+        )
     arguments = torch.randn(2, 4, 16, 16), torch.tensor([5, 900]), torch.randn(2, 8, 64)
-    results = [model(*arguments) for model in (compiled, unet)]
-    torch.testing.assert_close(*results)
-    grads = [torch.autograd.grad(v.square().mean(), list(unet.parameters())) for v in results]
+    results = [unet(*arguments)]
+    with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+        for block in blocks:
+            block._forward_pre_hooks.clear()
+            block.forward = torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)
+        results.append(unet(*arguments))
+        torch.testing.assert_close(*results)
+        grads = [torch.autograd.grad(v.square().mean(), list(unet.parameters())) for v in results]
     torch.testing.assert_close(*grads, atol=1e-7, rtol=1e-3)
+    assert len(compiled) == len(kinds) < len(blocks) / 2

@@ -111,7 +111,9 @@ class BuildWorker:
         """
         worker = self._worker or self._start(parity)
         try:
-            answer = worker.call(command | {"variant": variant}, self._limit_s(variant, command), self._waiting(variant))
+            answer = worker.call(
+                command | {"variant": variant}, self._limit_s(variant, command), self._waiting(variant)
+            )
         except WorkerEnded as end:
             self.end()
             if self._has_second_chance(variant, end):
@@ -151,7 +153,7 @@ class BuildWorker:
 
     def _waiting(self, variant) -> Callable[[float], None] | None:
         """Say how long the compiler has worked for a variant that is not made yet."""
-        if self.request.variants[variant].get("kind") != "compile" or variant in self.captured:
+        if self.request.variants.get(variant, {}).get("kind") != "compile" or variant in self.captured:
             return None
         return lambda seconds: self.say(f"  {variant} compiles: {seconds:.0f} s")
 
@@ -248,9 +250,7 @@ class BuildWorker:
                 for number, (variant, command) in enumerate(asks):
                     if number < done and command["do"] != "capture":
                         continue
-                    answer = worker.call(
-                        command | {"variant": variant}, self.settings.limit_s, self._waiting(variant)
-                    )
+                    answer = worker.call(command | {"variant": variant}, self.settings.limit_s, self._waiting(variant))
                     done = max(done, number + 1)
                     if command["do"] == "alone":
                         answer["is_only"] = self.ahead.worker is None

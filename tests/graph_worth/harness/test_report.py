@@ -54,7 +54,7 @@ def test_the_page_says_verdict_reason_blocks_and_steps_in_one_file():
     tags = Tags()
     tags.feed(page)
     assert tags.open == [] and tags.links == ["data:,"]
-    assert "graph_layer is faster than eager: 1.250x" in page
+    assert "Faster: capture each layer (graph_layer): 1.250x" in page
     assert "my_step.py:9: host read" in page
     blocks, spans = lines_of(page, "blocks"), [[0.0, 4.0], [6.0, 9.0]]
     assert blocks["eager"]["y"] == [10.0] * 16 and blocks["graph_layer"]["y"] == [8.0] * 8
@@ -199,7 +199,7 @@ def test_contended_cycles_are_shaded_and_count_in_no_ratio():
         block.step_ms = [40.0 if block.busy_processes else 10.0] * block.steps
     page = report.page_of(run)
     assert browser.data_of(page)["builds"][0]["blocks"]["busy"] == [0, 0, 0, 4, 4, 4] * 8
-    assert "graph_layer is faster than eager: 1.250x" in page
+    assert "Faster: capture each layer (graph_layer): 1.250x" in page
 
 
 def test_a_run_on_a_cpu_claims_no_speed():

@@ -167,7 +167,7 @@ def test_the_next_worker_starts_when_the_last_question_to_one_of_its_own_is_answ
     ((_, _, memory),) = own.alone(ALONE, is_last=True)
     assert order[5:] == ["build", "alone"] and memory["is_only"]
 
-    def beside_another(self, command, limit_s):
+    def beside_another(self, command, limit_s, waiting=None):
         own.start_ahead()
         return Answers.call(self, command, limit_s)
 
