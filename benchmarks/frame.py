@@ -216,7 +216,6 @@ COLUMNS = {
     "base_mhz": Column(NUMBER, "of the base", lambda at: at.judged.sm_mhz(*at.base_blocks)),
     "made_s": Column(NUMBER, "seconds of warm-up, compiler and capture", lambda at: at.judged.made_s(at.name)),
     "fastest": Column(TEXT, "best thing to do by its run, and its losses", lambda at: at.fastest),
-    "num_known": Column(COUNT, "passing variants of the run's state", lambda at: at.best and at.best.num_known),
     "alone_bytes": Column(COUNT, "memory alone in a process", lambda at: at.judged.alone_bytes(at.name)),
     "added_bytes": Column(COUNT, "that less the base's", lambda at: at.judged.added_bytes(at.name)),
     "steps_bytes": Column(COUNT, "without captures", lambda at: at.judged.added_bytes_in_steps(at.name)),
@@ -636,8 +635,9 @@ def _fastest(points: DataFrame) -> pd.Series:
 
     Of its runs, those that count first, the newest of those that measured most variants decides.
     """
-    order = points[(points["fastest"] != "") & (points["busy_processes"] == 0)].assign(tier=_tier)
-    order = order.sort_values(["tier", "num_known", "begin_utc"], ascending=[True, False, False], kind="stable")
+    order = points.assign(tier=_tier, known=points.groupby(["run", *WORKLOAD])["ratio"].transform("count"))
+    order = order[(order["fastest"] != "") & (order["busy_processes"] == 0)]
+    order = order.sort_values(["tier", "known", "begin_utc"], ascending=[True, False, False], kind="stable")
     return order.drop_duplicates(WORKLOAD).set_index("row")["fastest"]
 
 

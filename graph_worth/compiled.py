@@ -45,13 +45,9 @@ class Compiled:
             on_gpu = state.device.type == "cuda"
             adopted = self.pool.adopt(is_borrowed=True) if on_gpu else contextlib.nullcontext()
             # Of one function each shape is compiled; the models' have more than a user's step may have by default.
-            limits = {"recompile_limit": MOST_GRAPHS} if options["fullgraph"] else {}
-            with (
-                self.capture.timed("compile_s"),
-                adopted,
-                torch._dynamo.config.patch(**limits),
-                compiling(self.capture),
-            ):
+            limit: dict = {"recompile_limit": MOST_GRAPHS} if options["fullgraph"] else {}
+            limited = torch._dynamo.config.patch(limit)
+            with self.capture.timed("compile_s"), adopted, limited, compiling(self.capture):
                 self.compile_steps()
             self.count_replays()
         finally:
@@ -126,16 +122,13 @@ def compiling(capture: Capture):
         raise Unsupported(_gave_up(error)) from error
     counts = (after - start for after, start in zip(counted(), before, strict=True))
     capture.report |= dict(zip(("compiled", "from_cache"), counts, strict=True))
-    lines = dict.fromkeys(_at(found.user_stack, found.reason) for found in graph_break_reasons[breaks:])
+    lines = dict.fromkeys(_at(reason.user_stack, reason.reason) for reason in graph_break_reasons[breaks:])
     capture.report |= {"breaks": [*lines]} if lines else {}
 
 
 def _gave_up(error) -> str:
     """Why the compiler gave up, and at which line."""
-    full = cause = error
-    while cause is not None and not (isinstance(cause, OSError) and cause.errno == errno.ENOSPC):
-        cause = cause.__cause__ or getattr(cause, "inner_exception", None)
-    if cause is not None or os.strerror(errno.ENOSPC) in str(full):
+    if os.strerror(errno.ENOSPC) in str(error):
         return "torch.compile: no space is left for the compiler's cache (.cache in the root of the runs)"
     text = str(getattr(error, "inner_exception", None) or error)
     return f"torch.compile: {_at(getattr(error, 'real_stack', None), text)}"

@@ -39,14 +39,12 @@ class Best:
     Attributes:
         word: "faster", or why the step is best left eager: "same", "slower" or "unclear". Then `name` is the variant
             that came nearest.
-        num_known: variants of the state that passed, eager left out.
     """
 
     judged: Judged
     name: str
     ratio: Ratio
     word: str
-    num_known: int = 0
 
     @property
     def words(self) -> str:
@@ -108,17 +106,12 @@ def best_of(builds: Iterable[Judged]) -> Best | None:
         if (ratio := judged.ratio_of(name)) is not None and ratio.cycles > 1
     ]
     faster = [best for best in measured if best.word == "faster" and best.ratio.ratio > 1 + AS_FAST]
-    num_known = len({best.name for best in measured})
     if faster:
         longest_ms = (1 + AS_FAST) * min(best.ratio.variant_ms for best in faster)
         alike = [best for best in faster if best.ratio.variant_ms <= longest_ms]
-        best = min(alike, key=lambda best: (_effort(best), best.ratio.variant_ms))
-        return replace(best, num_known=num_known)
+        return min(alike, key=lambda best: (_effort(best), best.ratio.variant_ms))
     nearest = max(measured, key=lambda best: best.ratio.low, default=None)
-    if nearest is None:
-        return None
-    word = "same" if nearest.word == "faster" else nearest.word
-    return replace(nearest, word=word, num_known=num_known)
+    return replace(nearest, word="same") if nearest and nearest.word == "faster" else nearest
 
 
 def _effort(best: Best) -> int:

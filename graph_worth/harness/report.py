@@ -11,35 +11,27 @@ import sys
 from pathlib import Path
 
 from graph_worth.files import write_text
-from graph_worth.harness import command, intervals, judge
+from graph_worth.harness import command, judge
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.judge import Judged
 from graph_worth.harness.pages import roofline, web
+from graph_worth.harness.pages import run_table as table
 from graph_worth.harness.pages.cells import milliseconds
-from graph_worth.harness.pages.run_table import (
-    build_title,
-    busy_sentence,
-    cells_of,
-    on_a_cpu,
-    rates,
-    unchecked,
-    verdicts_of,
-)
 
 
 def page_of(run: Run, findings: str = "", verdict: str = "") -> str:
     """Return the page of a run, with the doctor's findings, and a verdict in the place of that of the run's numbers."""
     gpus = sorted({gpu.name for gpu in run.host.gpus})
     builds = judge.judged(run)
-    sentences = verdicts_of(builds)
+    sentences = table.verdicts_of(builds)
     data = [{"blocks": web.blocks(judged), "timelines": _timelines(judged)} for judged in builds.values()]
     return web.page(
         {"builds": data},
         run=run,
         machine=f"{run.ranks} x {', '.join(gpus)}" if gpus else f"CPU, {run.host.cores or '?'} cores",
         findings=findings,
-        verdict=verdict or (on_a_cpu(builds.values()) if run.device == "cpu" else ""),
+        verdict=verdict or (table.on_a_cpu(builds.values()) if run.device == "cpu" else ""),
         builds=[_build(name, judged, sentences.get(name, "")) for name, judged in builds.items()],
     )
 
@@ -48,15 +40,15 @@ def _build(name: str, judged: Judged, verdict: str) -> dict:
     rows = [_row(judged, variant_name) for variant_name in web.timed(judged)]
     best = max((row for row in rows if row["is_graph"]), key=lambda row: row["low"], default=None)
     return {
-        "title": build_title(name, judged.build.fields, judged.build.apart),
+        "title": table.build_title(name, judged.build.fields, judged.build.apart),
         "verdict": verdict or ("" if best else "No graph has a time."),
         "rows": rows,
         "has_memory": any(row["cells"]["GiB"] for row in rows),
         "faults": [(variant_name, verdict) for variant_name, verdict in judged.verdicts.items() if verdict.reason],
-        "unchecked": unchecked(judged),
+        "unchecked": table.unchecked(judged),
         "why": _why(judged, best["name"] if best else ""),
         "roofline": _roofline(judged),
-        "rates": rates(judged),
+        "rates": table.rates(judged),
     }
 
 
@@ -65,13 +57,12 @@ def _row(judged: Judged, name: str) -> dict:
     variant, is_control, ratio = judged.build.variants[name], name == judged.run.control, judged.ratio_of(name)
     return {
         "name": name,
-        "cells": cells_of(judged, name),
+        "cells": table.cells_of(judged, name),
         "kind": "control" if is_control else variant.kind,
         "is_graph": ratio is not None and not is_control and variant.kind != "eager",
         "help": variant.help,
         "typical": milliseconds(judged.typical_ms(name)),
         "low": ratio.low if ratio else 0.0,
-        "word": intervals.word(ratio) if ratio and ratio.cycles > 1 else "",
     }
 
 
@@ -79,7 +70,7 @@ def _why(judged: Judged, best: str) -> dict | None:
     """The base's step with its busy and its idle part, and the step of the best graph, as bars."""
     if judged.run.device != "cuda" or not judged.base:
         return None
-    base_ms, sentence = judged.ms(judged.base), busy_sentence(judged)
+    base_ms, sentence = judged.ms(judged.base), table.busy_sentence(judged)
     busy_ms, ceiling = judged.working(judged.base).value, judged.ceiling(judged.base)
     share, ms = (judged.reached(best), judged.ms(best)) if best else (None, None)
     if not busy_ms or not base_ms or not ceiling:

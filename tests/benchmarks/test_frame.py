@@ -11,6 +11,7 @@ from benchmarks import frame
 from benchmarks.archive import ArchivedHost
 from benchmarks.pages import tables
 from graph_worth.folders import OWN_STEP, ROOT
+from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.files.workload import Workload, workload_of
 from graph_worth.harness.pages import run_table
@@ -287,7 +288,7 @@ def test_a_row_says_what_belongs_beside_its_rate(tmp_path):
     run.builds[""].flops_notes, run.builds[""].flops_per_step = ["logits 38 % of FLOP"], 4e12
     write(run, tmp_path / FOLDER)
     assert "logits 38 % of FLOP" in note_of(tmp_path)
-    assert run_table.report(run).splitlines()[-1].endswith("logits 38 % of FLOP")
+    assert "logits 38 % of FLOP\nSame: leave it eager." in run_table.report(run)
 
 
 def test_uncommitted_source_is_named(tmp_path):
@@ -424,3 +425,21 @@ def test_a_folder_that_is_not_there_is_no_empty_table(tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match="No such folder"):
         frame.read(tmp_path / "none")
     assert frame.read(tmp_path).empty
+
+
+def test_the_counted_run_with_most_variants_says_what_is_fastest_in_one_row_of_a_workload(tmp_path):
+    ms = {"graph_layer": 9.0, "graph_step": 5.0}
+    put(tmp_path, 0, ms=ms, names=("eager", "graph_layer", "graph_step"))
+    put(tmp_path, 1, ms=ms, begin_utc="2026-11-26T10:15:00Z", boot="c")
+    beside = put(tmp_path, 2, ms={"graph_layer": 2.0}, names=("eager", "graph_layer", "graph_step", "graph_other"))
+    run = run_file.read(beside)
+    run.builds[""].cycles[0].others = 1
+    beside.unlink()
+    write(run, beside.parent)
+    fastest = {row.variant: row.fastest for row in frame.load(tmp_path).records()}
+    assert fastest == {
+        "eager": "",
+        "graph_layer": "",
+        "graph_step": "capture the whole step; bitwise",
+        "graph_other": "",
+    }

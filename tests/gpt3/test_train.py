@@ -294,7 +294,7 @@ def test_close_releases_the_graphs_memory():
 
 def test_variants_that_need_a_gpu_say_so():
     state = State(replace(SHORT, precision="bf16"), CPU)
-    for name in ("compile", "reduce_overhead", "graph_layer_te"):
+    for name in ("compile", "graph_layer_compiled", "reduce_overhead", "graph_layer_te"):
         with pytest.raises(Unsupported, match="GPU"):
             made(name, state)
 

@@ -194,7 +194,7 @@ def test_clipping_on_the_host_is_close_to_clipping_on_the_device():
 
 def test_compiled_variants_say_what_they_need():
     state = make(precision="bf16", layers=1)
-    for name in ("compile", "reduce_overhead"):
+    for name in ("compile", "graph_step_compiled", "reduce_overhead"):
         with pytest.raises(Unsupported):
             made(name, state)
 

@@ -165,7 +165,9 @@ def test_the_compiler_sees_each_kind_of_block_once_and_the_same_numbers():
 
     for block in blocks:
         block.register_forward_pre_hook(
-            lambda block, args: kinds.add((*(arg.shape for arg in args), *(parameter.shape for parameter in block.parameters())))
+            lambda block, args: kinds.add(
+                (*(arg.shape for arg in args), *(parameter.shape for parameter in block.parameters()))
+            )
         )
     arguments = torch.randn(2, 4, 16, 16), torch.tensor([5, 900]), torch.randn(2, 8, 64)
     results = [unet(*arguments)]

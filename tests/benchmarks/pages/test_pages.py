@@ -192,7 +192,8 @@ def test_a_run_that_does_not_count_stands_beside_the_headline_or_in_a_note(tmp_p
     more = "; beside other work to 2.857x" if standing == "beside" else ""
     note = "no audits, no control, no ceiling"
     note += "" if standing == "beside" else "; not counted: 2.857x (eager in blocks takes 2.00 times as long as alone)"
-    assert f"| 1.250x (1.250 to 1.250){more} |  | one unknown host | {note} |" in row
+    gain, fastest = f"1.250x (1.250 to 1.250), one unknown host{more}", "capture each layer; bitwise"
+    assert f"| {gain} |  | {fastest} | {note} |" in row
 
 
 def test_the_whole_range_beside_other_work_stands_there_where_its_end_is_no_news():
@@ -209,8 +210,11 @@ def test_a_row_of_runs_beside_other_work_says_so_and_is_no_headline(tmp_path):
     write(run, tmp_path / "h200x1/gpt3-bench")
     assert table("front", tmp_path) == readme.NOTHING
     row = table("model", tmp_path, "gpt3").splitlines()[-1]
-    assert "| beside other work 1.250x (1.250 to 1.250) |" in row
-    assert "| one host | no headline: beside 1 benchmark on other GPUs; no audits, no control, no ceiling |" in row
+    assert "| beside other work 1.250x (1.250 to 1.250), one host |" in row
+    assert (
+        "| capture each layer; bitwise | no headline: beside 1 benchmark on other GPUs; no audits, no control, no ceiling |"
+        in row
+    )
 
 
 def test_gpus_whose_hosts_gain_alike_are_one_range(tmp_path):
@@ -263,8 +267,8 @@ def test_pages_have_one_range_a_workload(found):
     text = overview.page_of(found, ROOT / "results" / "overview.md")
     model_tables = "".join(readme._model(found, ROOT / "README.md", model) for model in {row.model for row in rows})
     for row in (row for row in rows if row.gpu != "CPU"):
-        cell = in_markdown(tables.CELLS["gain over hosts"](row))
-        assert cell in text and cell in model_tables
+        assert in_markdown(tables.CELLS["gain over hosts"](row)) in text
+        assert in_markdown(tables.CELLS["gain, hosts"](row)) in model_tables
     # The range, the hosts and the folder of the run, in all tables that name a variant.
     links = {
         tables.linked(tables.gain_and_hosts(row, headlines.short(row.gpu)), row, ROOT / "README.md") for row in rows

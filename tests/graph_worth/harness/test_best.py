@@ -51,9 +51,10 @@ def test_a_variant_that_did_not_pass_is_not_the_best():
 
 
 def test_a_gain_below_1_percent_is_no_reason_and_a_wide_interval_says_that_more_cycles_may_be():
-    assert "Same: leave it eager. The best graph, graph_step, gains less than 1 %: 1.008x" in best(
-        {"graph_step": 9.92}
-    ).sentence
+    assert (
+        "Same: leave it eager. The best graph, graph_step, gains less than 1 %: 1.008x"
+        in best({"graph_step": 9.92}).sentence
+    )
     assert best({"graph_step": [5.0, 16.0] * 4}).sentence.startswith("Unclear: graph_step at ")
     assert best({"graph_step": 11.0}).sentence.startswith("Slower: leave it eager. The best graph, graph_step: 0.909x")
 

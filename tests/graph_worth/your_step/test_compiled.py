@@ -1,12 +1,14 @@
 """Compiled variants of a step; a compiler that takes too long is given up in one line."""
 
 import contextlib
+import errno
 import signal
 import time
 
 import pytest
 import torch
 
+from graph_worth.compiled import compiling
 from graph_worth.made_variant import Capture, Unsupported
 from graph_worth.your_step import graphs
 from graph_worth.your_step.doctor import making
@@ -120,3 +122,45 @@ def test_compiled_steps_train_as_eager_does_on_a_gpu(tmp_path, kind):
     assert found < 1e-2
     if kind is graphs.GraphedCompiledStep:
         assert variant.num_graphs == 2  # one for each shape
+
+
+def leaves_its_graph(x):
+    torch._dynamo.graph_break()
+    return x + 1
+
+
+def backend(error=None):
+    def compile_graph(graph, inputs):
+        if error is not None:
+            raise error
+        return graph
+
+    return compile_graph
+
+
+LINE = leaves_its_graph.__code__.co_firstlineno + 1
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "function, error, reason",
+    [
+        (leaves_its_graph, None, rf"torch.compile: test_compiled.py:{LINE}: Call to `torch._dynamo.graph_break\(\)`$"),
+        (torch.sin, ValueError("not this\none"), "torch.compile: not this$"),
+        (torch.cos, NO_SPACE, r"torch.compile: no space is left for the compiler's cache \(.cache in the root"),
+    ],
+    ids=["break", "refused", "full disk"],
+)
+def test_what_does_not_compile_is_unsupported_in_one_line(function, error, reason):
+    compiled = torch.compile(lambda x: function(x), backend=backend(error), fullgraph=True)
+    with pytest.raises(Unsupported, match=reason), compiling(Capture(strategy="")):
+        compiled(torch.ones(2))
+
+
+def test_the_lines_at_which_the_compiler_leaves_its_graph_are_in_the_report():
+    capture = Capture(strategy="")
+    compiled = torch.compile(leaves_its_graph, backend=backend())
+    with compiling(capture):
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+    (line,) = capture.report["breaks"]
+    assert line.startswith(f"test_compiled.py:{LINE}: ") and capture.report["from_cache"] == 0
