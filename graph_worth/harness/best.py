@@ -48,7 +48,7 @@ class Best:
 
     @property
     def words(self) -> str:
-        """What to do, as "compile, then capture the whole step"."""
+        """The advice, as "compile, then capture the whole step"."""
         if self.word != "faster":
             return EAGER
         scope = next((SCOPES[start] for start in SCOPES if self.name.startswith(start)), "")
