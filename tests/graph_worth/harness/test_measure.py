@@ -191,6 +191,22 @@ def test_row_and_sentence_say_when_a_capture_is_paid_back_and_what_its_graphs_ho
     assert max(map(len, text.splitlines())) <= run_table.WIDTH
 
 
+def test_a_graph_of_compiled_modules_pays_for_the_compiler_that_another_variant_has_run():
+    run = made_run(ms={"graph_layer": 8.0, "graph_step": 5.0}, names=("eager", "graph_layer", "graph_step"))
+    (build,) = run.builds.values()
+    for name, made_s, compile_s in (("graph_layer", 15.0, 14.0), ("graph_step", 0.5, 0.1)):
+        variant = build.variants[name]
+        variant.kind, variant.profile.graph_time_share = "compile", 1.0
+        variant.capture.made_s, variant.capture.compile_s = made_s, compile_s
+    build.variants["graph_step"].capture.report = {"compiled": 2, "from_cache": 34, "breaks": ["a.py:6: a reason"]}
+    (judged,) = judge.judged(run).values()
+    assert judged.made_s("graph_step") == pytest.approx(14.4) and judged.made_s("graph_layer") == 15.0
+    assert judged.paid_back("graph_step") == 2880
+    text = " ".join(run_table.report(run).split())
+    assert "made in 14.40 s with warm-up and compiler, whose cache had 34 of 36 passes; the compiler leaves its" in text
+    assert "graph at a.py:6: a reason." in text
+
+
 PLAIN = {"busy_ms": 8.0, "kernels": 400, "overlap_ms": 0.5, "graph_share": 1.0}
 
 

@@ -356,3 +356,13 @@ def test_a_file_of_thousands_of_variants_is_refused(tmp_path):
     run.builds[""].variants |= {f"graph_{number}": run.builds[""].variants["graph_layer"] for number in range(499)}
     with pytest.raises(run_file.Damaged, match="501 variants, a run file has at most 500"):
         run_file.read(write(run, tmp_path))
+
+
+def test_variants_of_older_files_have_their_new_names_and_the_file_stays_as_it_is(tmp_path):
+    run = made_run(names=("eager", "graph_compiled", "graph_step"))
+    path = write(run, tmp_path)
+    before, read = path.read_bytes(), run_file.read(path)
+    assert b'"graph_compiled"' in before and path.read_bytes() == before
+    assert list(read.builds[""].variants) == ["eager", "graph_step_compiled", "graph_step"]
+    assert {name for cycle in read.builds[""].cycles for name in cycle.order} == set(read.builds[""].variants)
+    assert judge.judged(read)[""].ratio_of("graph_step_compiled") is not None

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from graph_worth.harness.processes import worker_process
 from graph_worth.harness.processes.worker_process import WorkerEnded, WorkerProcess
 
 # As torchrun prints it.
@@ -65,3 +66,16 @@ def test_a_rank_that_failed_gives_its_end_to_those_that_lost_it(tmp_path, status
     message = {"reason": reason}
     ended(tmp_path, 1, TABLE.format(rank=1, status=status))._explain(message)
     assert message["reason"] == (said or reason)
+
+
+def test_a_silent_call_is_waits_of_until_the_variant_is_made(monkeypatch):
+    """The messages come in turn, None for half a second of silence; each moment is as long as WAITING_S."""
+    messages = [None, None, {"say": "made"}, None, None, {"say": "done"}]
+    moments = iter(range(100))
+    monkeypatch.setattr(worker_process.time, "monotonic", lambda: worker_process.WAITING_S * next(moments))
+    worker = WorkerProcess.__new__(WorkerProcess)
+    worker._channel = SimpleNamespace(send=lambda command: None, receive=lambda timeout_s: messages.pop(0))
+    worker._require_alive = lambda: None
+    waits = []
+    assert worker.call({"do": "capture"}, 1e9, waits.append) == {"say": "done"} and len(waits) == 2
+    assert waits[1] > waits[0] >= worker_process.WAITING_S
