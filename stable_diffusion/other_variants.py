@@ -58,14 +58,7 @@ def repeated_blocks(unet: UNet) -> list:
     return [*(block for block in unet.blocks if isinstance(block, ResBlock)), *unet.transformers.values()]
 
 
-@variant(
-    "graph_step_compiled",
-    kind="compile",
-    graphs=1,
-    parity=1e-3,
-    apart="compiled",
-    formerly="graph_step_compile",
-)
+@variant("graph_step_compiled", kind="compile", graphs=1, parity=1e-3, apart="compiled", formerly="graph_step_compile")
 def compiled_graphed(state: State, capture):
     """the full iteration as one graph, the UNet's blocks by torch.compile."""
     return compiled(state, capture).graphed(GraphedStep, "full iteration, the UNet's blocks by torch.compile")

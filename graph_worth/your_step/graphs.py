@@ -251,16 +251,7 @@ class CompiledModules(Compiled):
             raise
 
 
-@variant(
-    "graph_step_compiled",
-    kind="compile",
-    graphs=None,
-    replays=1,
-    parity=1e-2,
-    headline=True,
-    apart="compiled",
-    formerly="graph_compiled",
-)
+@variant("graph_step_compiled", kind="compile", graphs=None, replays=1, parity=1e-2, headline=True, apart="compiled")
 class GraphedCompiledStep(GraphedStep):
     """The whole step in one graph, its modules compiled."""
 

@@ -474,6 +474,8 @@ def test_a_variant_that_nobody_has_is_refused_before_anything_runs(tmp_path, cap
     assert measure.main(["--step", str(tmp_path / "my_step.py"), "--variants", "nonsense"]) == 2
     said = capsys.readouterr()
     assert "takes some of eager, graph_step" in said.err and not said.out
+    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--variants", "graph_compiled"]) == 2
+    assert "variant 'graph_compiled' is now 'graph_step_compiled'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
