@@ -14,18 +14,13 @@ from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages.cells import cell, counted, percent, span, with_span
 
 FORMS = {"eager": "eager", "graphed": "graphed", "compile": "compiled"}
-COLUMNS = [
-    "Program",
-    *(f"{name} s" for name in FORMS.values()),
-    *(f"{name} ms" for name in FORMS.values()),
-    "Gain, and graphed ms beside",
-]
 EXPLANATION = (
     "[Whole programs](../examples/programs) with a loader, a log every 10 steps and a checkpoint. *s* is an epoch of "
-    "{steps} steps, with warm-up, captures or compiling. *ms* is a step after the 30th. Ranges are over processes; the "
-    "compiler's cache was empty in the first one. *busy* is the time in which the GPU works in a graphed step, and "
+    "{steps} steps, with warm-up, captures or compiling. *ms* is a step after the 30th. Ranges are over processes; a "
+    "number without a range is from one.{compiler} *busy* is the time in which the GPU works in a graphed step, and "
     "*measure* the graph_step of [measure](your_step.md). The programs train in bf16, Muon in fp32."
 )
+COMPILER = " The compiler's cache was empty in the first one."
 
 
 def markdown(results: Results, page: Path, argument: str = "") -> str:
@@ -46,27 +41,37 @@ def _of_gpu(results, content, path, page):
     versions = ", ".join(f"{name} {version}" for name, version in content.versions.items() if version)
     source = tables.linked_file(content.host.gpus[0].name if content.host.gpus else "CPU", path, page)
     programs = list(dict.fromkeys(run.program for run in content.runs))
-    most = {form: max(program_epochs.apart(content, program, form) for program in programs) for form in FORMS}
-    losses = ", ".join(f"{name} {percent(most[form], 2)}" for form, name in FORMS.items())
+    forms = [form for form in FORMS if any(run.form == form for run in content.runs)]
+    most = {form: max(program_epochs.apart(content, program, form) for program in programs) for form in forms}
+    losses = ", ".join(f"{FORMS[form]} {percent(most[form], 2)}" for form in forms)
     beside = f" Beside {counted(content.others, 'benchmark')} on other GPUs." * bool(content.others)
-    lines = [[in_markdown(text) for text in _cells(results, content, program)] for program in programs]
-    parts = [EXPLANATION.format(steps=content.runs[0].steps), f"{source}, {in_markdown(versions)}.{beside}"]
+    lines = [[in_markdown(text) for text in _cells(results, content, program, forms)] for program in programs]
+    columns = [
+        "Program",
+        *(f"{FORMS[form]} {unit}" for unit in ("s", "ms") for form in forms),
+        "Gain, and graphed ms beside",
+    ]
+    compiler = COMPILER if "compile" in forms else ""
+    parts = [
+        EXPLANATION.format(steps=content.runs[0].steps, compiler=compiler),
+        f"{source}, {in_markdown(versions)}.{beside}",
+    ]
     parts.append(f"Losses differ from those of the first eager epoch by at most: {in_markdown(losses)}.")
-    return f"{' '.join(parts)}\n\n{tables.markdown(COLUMNS, lines)}"
+    return f"{' '.join(parts)}\n\n{tables.markdown(columns, lines)}"
 
 
-def _cells(results, content, program):
+def _cells(results, content, program, forms):
     epoch_s, step_ms = (
-        {form: program_epochs.numbers(content, program, form, name) for form in FORMS}
+        {form: program_epochs.numbers(content, program, form, name) for form in forms}
         for name in ("epoch_s", "step_ms")
     )
     failures = {run.form: f"failed: {run.raised[:60]}" for run in content.runs if run.program == program and run.raised}
     seconds = [
         span(min(epoch_s[form], default=None), max(epoch_s[form], default=None), ".1f") or failures.get(form, "")
-        for form in FORMS
+        for form in forms
     ]
     ms = {form: statistics.median(times) for form, times in step_ms.items() if times}
-    steps = [with_span(ms[form], min(step_ms[form]), max(step_ms[form])) if form in ms else "" for form in FORMS]
+    steps = [with_span(ms[form], min(step_ms[form]), max(step_ms[form])) if form in ms else "" for form in forms]
     texts = []
     if "eager" in ms and "graphed" in ms:
         texts.append(f"{ms['eager'] / ms['graphed']:.2f}x")
