@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graph_worth.capture.pool import CaptureError
-from graph_worth.your_step.graphed import Graphed, graphed
+from graph_worth.your_step.graphed import graphed
 
 
 class CUDAGraphCallback(Callback):
@@ -49,7 +49,7 @@ class CUDAGraphCallback(Callback):
 
     def __init__(self, owned=(), **graph_options):
         self._owned, self._options = list(owned), graph_options
-        self.graphed: Graphed | None = None
+        self.graphed: graphed | None = None
         self._past_replays = 0
         self._batch: Any = None
         self._module: Any = None

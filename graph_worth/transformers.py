@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import Trainer, TrainerCallback
 
-from graph_worth.your_step.graphed import Graphed, graphed
+from graph_worth.your_step.graphed import graphed
 
 # They act between microbatches, or before the optimizer's step: in the middle of a replay.
 _INSIDE = "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"
@@ -43,7 +43,7 @@ class GraphedTrainer(Trainer):
     def __init__(self, *args, graph_options: dict | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.graph_options = graph_options or {}
-        self.graphed: Graphed | None = None
+        self.graphed: graphed | None = None
         self._past_replays, self._norm = 0, None
         self._update: tuple = ()
         self._losses: list[torch.Tensor] = []

@@ -123,13 +123,13 @@ class EagerSteps:
             return watch(self.state.step, self.state.batch(index), self.state.modules, answer, beside)
 
     def _look(self) -> SimpleNamespace:
-        values, tensors, random_states = host_values.look(self.state.step, self.state.owned, self.state.device)
+        reachable = host_values.Reachable(self.state.step, self.state.owned)
         named = [(name, p) for module in self.state.modules for name, p in module.named_parameters()]
         rates = [group.get("lr") for group in self._groups()]
         return SimpleNamespace(
-            values=values,
-            tensors=tensors,
-            random=random_states,
+            values=reachable.values,
+            tensors=reachable.tensors,
+            random=reachable.states(self.state.device),
             gradients={name: None if p.grad is None else storage_id(p.grad) for name, p in named},
             homes={storage_id(p) for _, p in named},
             trained={name: p.requires_grad for name, p in named},

@@ -14,6 +14,8 @@ compared with the eager step from the same state, and the caller gets eager's re
 
 import contextlib
 import functools
+import sys
+import threading
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,8 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_flatten
 
 from graph_worth.capture.asking import answering
 from graph_worth.capture.errors import explained
@@ -36,18 +39,18 @@ from graph_worth.your_step.eager import MOST_PRICE
 from graph_worth.your_step.guards import Guards, parts_of
 from graph_worth.your_step.libraries import with_library
 from graph_worth.your_step.parts import has_several_ranks, loss_of, register_nests, tensors_in
-from graph_worth.your_step.place import place_of_call
+from graph_worth.your_step.place import is_noted, is_users_file, place_of_call
 from graph_worth.your_step.rank_decisions import first
 from graph_worth.your_step.state import DDP_WARM_STEPS, WARM_STEPS
-from graph_worth.your_step.step_graph import StepGraph, kept_result
+from graph_worth.your_step.step_graph import StepGraph, kept_result, leaves_of
 from graph_worth.your_step.trial import MOST_NOISE, _noting_other_kernels
-from graph_worth.your_step.user_lines import Source
+from graph_worth.your_step.user_lines import Source, last_part, names_used
 
 DOCTOR = "More lines: graph-worth doctor FILE.py:build"
 # Eager steps beside which a replay is judged that differs.
 NUM_AGAIN = 3
 _SCHEDULE = -1
-_TORCH = Path(torch.__file__).parent
+_TORCH = str(Path(torch.__file__).parent)
 _TWO_STREAMS = (
     "this program works on the default stream, and graphs need another one: replays beside it are up to 9 % "
     "slower where kernels take 4 us. Call graph_worth.one_stream() in the program's first line"
@@ -64,9 +67,12 @@ class _Shape:
     num_verified: int = 0
     graph: StepGraph | None = None
     guards: Guards | None = None
+    # Plain values as the last call began; from the capture on those that `check="always"` looks at.
     values: dict = field(default_factory=dict)
     # What names were bound to at the capture, which the graph may read.
     bound: list = field(default_factory=list)
+    # Functions that bind names which the step binds anew, and the graph's tensors: results as those that it returns.
+    binds: dict = field(default_factory=dict)
 
 
 class graphed:
@@ -125,12 +131,18 @@ class graphed:
         self.device = tensors[0].device if tensors else torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._generators = [p for p in parts if isinstance(p, torch.Generator) and p.device.type == self.device.type]
         self._moving = host_values.Moving(step, parts, has_tensors=True)
-        # Values on the host that the step changes, with words; tensors that it writes and that were not handed over.
-        self._changes: dict[str, str] = {}
+        # Values on the host that change, with the object that has them as attributes; sources that the step draws from;
+        # what guards find in it; code that runs in it, with the ids of first arguments and their classes.
+        self._changes: dict[str, tuple] = {}
+        self._drawn: set[str] = set()
+        self._difference = ""
+        self._codes: dict = {}
+        self._source = functools.cache(lambda path: Source(Path(path)))
+        # Tensors that it writes and that were not handed over.
         self._written: dict[int, torch.Tensor] = {}
         self._warned: set[str] = set()
-        # Optimizers, by identity, that stepped in the step, and _SCHEDULE where a schedule did.
-        self._stepped: set[int] = set()
+        # Optimizers that stepped in the step by identity, and _SCHEDULE where a schedule did.
+        self._stepped: dict[int, Any] = {}
         self._stream: Any = None
         self._past_replays, self.refusal = 0, ""
         self._forget()
@@ -193,7 +205,7 @@ class graphed:
         if self.refusal:
             return
         with self._on_stream():
-            start, values = self._snapshot(self._not_owned(self._look()[1])), self._moving.now()
+            start, values = self._snapshot(self._not_owned(self._look())), self._moving.now()
             known = {id(tensor) for _, tensor in start.tensors}
             try:
                 shape = self._shape_of(batch)
@@ -243,9 +255,12 @@ class graphed:
 
     def _replay(self, shape, batch):
         try:
-            return shape.graph.replay(batch)
+            result = shape.graph.replay(batch)
         except CaptureError as error:
             raise self._refusal_of(error) from None
+        for put, tensor in shape.binds.values():
+            put(tensor.detach().clone())
+        return result
 
     @contextlib.contextmanager
     def _on_stream(self):
@@ -290,10 +305,13 @@ class graphed:
         every = of_all_ranks((str(shape.signature), shape.num_warm)) if has_several_ranks() else []
         if len(set(every)) > 1:
             raise self._refusal_of("ranks see batches of other shapes, or in another order: let all see the same")
-        before = self._look()
-        versions = [(tensor, tensor._version) for tensor in self._not_owned(before[1])]
+        before = self._look(shape)
+        states = self._states(before)
+        versions = [(tensor, tensor._version) for tensor in self._not_owned(before)]
         guards = Guards(self._parts)
-        with _added_gradients(self._parameters) as added, _steps_of(self._optimizers) as stepped:
+        # A compiler in the first call would be slow.
+        calls = _calls(self._codes) if shape.num_warm or self._num_warm == 1 else contextlib.nullcontext()
+        with _added_gradients(self._parameters) as added, _steps_of() as stepped, calls:
             result = self.eager(batch)
         shape.num_warm += 1
         self._has_eager_gradients = True
@@ -301,28 +319,49 @@ class graphed:
         self._written |= {id(tensor): tensor for tensor, version in versions if tensor._version != version}
         if shape.num_warm > 1 or self._num_warm == 1:
             # A first step may make what later ones use.
-            self._changes |= {"": guards.difference()} if guards.difference() else {}
-            values, _, states = self._look()
-            changed = {name: (old, values.get(name, old)) for name, old in before[0].items()}
-            self._changes |= {name: f"goes from {a!r} to {b!r}" for name, (a, b) in changed.items() if a != b}
-            self._changes |= {name: "draws" for name, old in before[2].items() if states.get(name, old) != old}
+            self._difference = self._difference or guards.difference()
+            after = self._states(self._look())
+            self._drawn |= {name for name, state in states.items() if after.get(name, state) != state}
         self._stepped |= stepped
         if added:
             words = "the step adds to gradients from before it, where a replay begins anew: begin it with zero_grad()"
             self._refuse(self._refusal_of(words))
         return result
 
-    def _look(self):
-        values, tensors, states = host_values.look(self.eager, self._parts, self.device)
+    def _look(self, shape=None) -> host_values.Reachable:
+        """Return what the step reaches, and note what is not as it was when the last call of the shape began."""
+        reached = host_values.Reachable(self.eager, self._parts)
+        if shape is not None:
+            is_late = shape.num_warm > 1 or shape.num_warm == self._num_warm
+            for name, old in shape.values.items() if is_late else ():
+                if reached.values.get(name, old) != old:
+                    self._changes[name] = old, reached.values[name], reached.holder_of(name)
+            shape.values = reached.values
+        return reached
+
+    def _states(self, reached) -> dict:
+        states = reached.states(self.device)
         if self.device.type != "cpu":
             states["torch's generator of the host"] = torch.get_rng_state().tolist()
-        return values, tensors, states
+        return states
 
-    def _not_owned(self, tensors: dict) -> list[torch.Tensor]:
+    def _not_owned(self, reached) -> list[torch.Tensor]:
         """Return the tensors that the step reaches and that were not handed over."""
-        reached = [*(tensor for _, tensor in host_values.not_handed_over(self.eager, self._parts)), *tensors.values()]
+        tensors = [*(tensor for _, tensor in reached.not_handed_over()), *reached.tensors.values()]
         owned = set(map(id, self._parts)) | {id(buffer) for module in self._modules for buffer in module.buffers()}
-        return list({id(t): t for t in reached if id(t) not in owned and not t.is_inference()}.values())
+        return list({id(t): t for t in tensors if id(t) not in owned and not t.is_inference()}.values())
+
+    def _read_at(self, name, holder) -> str:
+        """Return FILE:LINE of code that ran in the step and reads a value, or ""; of libraries' code, its self's."""
+        word = last_part(name)
+        for code, firsts in self._codes.items():
+            is_its = id(holder) in firsts
+            if word in names_used(code) and (is_its or is_users_file(code.co_filename)):
+                source = self._source(code.co_filename)
+                line = source.reads(name, code, is_its or holder is None)
+                if line:
+                    return source.at(line)
+        return ""
 
     def _snapshot(self, tensors=(), has_tensors=True) -> Snapshot:
         """Return a copy of all that the step changes."""
@@ -331,32 +370,46 @@ class graphed:
 
     def _require_still(self):
         """Refuse what the step changes on the host, and code reads: a replay does neither."""
+        for optimizer in self._optimizers:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            is_stepped = self._stepped.keys() & {id(optimizer), id(getattr(optimizer, "optimizer", None))}
+            if not is_stepped and any(parameter.grad is not None for parameter in parameters):
+                words = f"{type(optimizer).__name__} was handed over and makes no step in the step, which leaves it "
+                raise self._refusal_of(f"{words}gradients: the step is all from zero_grad() to optimizer.step()")
         if _SCHEDULE in self._stepped:
             raise self._refusal_of(
                 "a schedule steps inside of the step, which a replay leaves out: step it after the call"
             )
-        for optimizer in self._optimizers:
-            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            if id(optimizer) not in self._stepped and any(parameter.grad is not None for parameter in parameters):
-                words = f"{type(optimizer).__name__} was handed over and makes no step in the step, which leaves it "
-                raise self._refusal_of(f"{words}gradients: the step is all from zero_grad() to optimizer.step()")
-        codes = [_code_of(self.eager), *(_code_of(type(part).forward) for m in self._modules for part in m.modules())]
-        paths = [Path(name) for name in dict.fromkeys(code.co_filename for code in codes if code) if self._changes]
-        paths = [path for path in paths if path.suffix == ".py" and path.is_file() and _TORCH not in path.parents]
-        sources = [Source(path) for path in paths]
-        for name, words in self._changes.items():
-            if not name:
-                raise self._refusal_of(f"in a step {words.removeprefix('since the capture ')}")
-            is_drawn = words == "draws"
-            lines = ((source, source.draws(name) if is_drawn else source.reads(name)) for source in sources)
-            place = next((source.at(line) for source, line in lines if line), "")
-            if is_drawn:
-                words = f"the step draws from {name}: each replay would have the capture's numbers"
-                raise self._refusal_of(words, place)
+        held = {id(value) for part in self._parts for value in getattr(part, "__dict__", {}).values()}
+        held |= set(map(id, self._parts))
+        for optimizer in self._stepped.values():
+            if id(optimizer) not in held:
+                words = f"{type(optimizer).__name__} steps in the step and was not handed over"
+                raise self._refusal_of(f"{words}: graphed(step, [..., optimizer])")
+        if self._difference:
+            raise self._refusal_of(f"in a step {self._difference.removeprefix('since the capture ')}")
+        # Where a compiler has inlined it, or another profiler was on, the code was not seen running.
+        parts = [part for module in self._modules for part in module.modules()]
+        for code, first in [(_code_of(self.eager), None), *((_code_of(type(part).forward), part) for part in parts)]:
+            if code and not code.co_filename.startswith(_TORCH):
+                _note(self._codes, code, first)
+        sources = [(self._source(code.co_filename), code) for code in self._codes if is_users_file(code.co_filename)]
+        for name in sorted(self._drawn):
+            place = next((source.at(line) for source, _ in sources if (line := source.draws(name))), "")
+            raise self._refusal_of(f"the step draws from {name}: each replay would have the capture's numbers", place)
+        for name, (old, new, holder) in self._changes.items():
+            place = self._read_at(name, holder)
             if place:
-                raise self._refusal_of(f"{name} {words} in the step, and is read here: a replay leaves it", place)
+                words = f"{name} goes from {old!r} to {new!r} between steps, and is read here: a replay keeps one value"
+                raise self._refusal_of(words, place)
+        for source, code in sources:
+            line = source.draws_next(code)
+            if line:
+                words = "the step draws from an iterator, and a replay draws nothing: hand over what it gives"
+                raise self._refusal_of(words, source.at(line))
 
     def _capture(self, shape, batch):
+        before = self._look(shape)
         self._require_still()
         if self._pool is None:
             self._pool = Pool(self.device)
@@ -375,6 +428,12 @@ class graphed:
         except Exception as error:
             failed = self._refusal_of(error)
         torch.clear_autocast_cache()
+        after = self._look()
+        shape.binds = {
+            name: (after.puts[name], tensor)
+            for name, tensor in after.tensors.items()
+            if name in after.puts and before.tensors.get(name, tensor) is not tensor
+        }
         self._moving.put_back(values)
         start.put_numbers_back()
         words = guards.difference()
@@ -399,7 +458,9 @@ class graphed:
             shape.graph = None
             raise failed
         shape.guards, shape.bound = Guards(self._parts), values
-        shape.values = self._look()[0] if self._looks_always else {}
+        reached = self._look() if self._looks_always else before
+        read = [name for name in reached.values if self._looks_always and self._read_at(name, reached.holder_of(name))]
+        shape.values = {name: reached.values[name] for name in read}
 
     # --- before a replay, and after it
 
@@ -409,9 +470,9 @@ class graphed:
             shape.guards.check()
         except CaptureError as error:
             raise self._refusal_of(error) from None
-        values = self._look()[0] if self._looks_always else {}
+        values = self._look().values if shape.values else {}
         for name, value in shape.values.items():
-            if values.get(name, value) != value and name not in self._changes:
+            if values.get(name, value) != value:
                 words = f"{name} was {value!r} at the capture and is {values[name]!r}, and a replay keeps {value!r}"
                 raise self._refusal_of(f"{words}: make it a tensor on the device")
 
@@ -437,8 +498,9 @@ class graphed:
                 is_scalar = isinstance(loss, (int, float)) or (torch.is_tensor(loss) and loss.numel() == 1)
                 losses.append(float(torch.as_tensor(loss).detach()) if is_scalar else 0.0)
             written = [tensor._version != version for (_, tensor), version in zip(start.tensors, versions, strict=True)]
-            leaves = [part for leaf in tree_leaves(result) for part in _parts_of(leaf)]
+            leaves, tensors = leaves_of(result), self._look().tensors if shape.binds else {}
             named = start.tensors + [(f"result {i}", leaf) for i, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+            named += [(f"{name}, which the step binds anew,", tensors[name]) for name in shape.binds if name in tensors]
             return result, SimpleNamespace(
                 losses=losses,
                 names=[name for name, _ in named],
@@ -547,14 +609,6 @@ class graphed:
         self._has_eager_gradients = False
 
 
-Graphed = graphed
-
-
-def _parts_of(leaf) -> list:
-    """Return what an object in a result holds, or the leaf itself."""
-    return tree_leaves(vars(leaf)) if hasattr(leaf, "__dict__") and not torch.is_tensor(leaf) else [leaf]
-
-
 def _number_of(leaf) -> str:
     """Return what a result has beside tensors, as text; of objects the class."""
     return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
@@ -569,27 +623,48 @@ def _code_of(function):
     return getattr(function, "__code__", None)
 
 
+def _note(codes, code, first):
+    """Note that the code of a function runs, with the ids of its first argument and of the classes of this."""
+    codes.setdefault(code, set()).update(map(id, (first, *type(first).__mro__)) if first is not None else ())
+
+
 @contextlib.contextmanager
-def _steps_of(optimizers):
-    """Yield a set of the optimizers, by identity, that step in the block, with _SCHEDULE where a schedule does."""
-    stepped: set[int] = set()
+def _calls(codes):
+    """Note in `codes` the functions that run in the block, but Python's, torch's and ours."""
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and is_noted(code.co_filename):
+            _note(codes, code, frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None)
+
+    if sys.getprofile() is not None:
+        yield
+        return
+    # Backward passes of a GPU have a thread; Python knows it from 3.12 on.
+    set_profile = getattr(threading, "setprofile_all_threads", sys.setprofile)
+    set_profile(note)
+    try:
+        yield
+    finally:
+        set_profile(None)
+
+
+@contextlib.contextmanager
+def _steps_of():
+    """Yield a dict of the optimizers, by identity, that step in the block, with _SCHEDULE where a schedule does."""
+    stepped: dict[int, Any] = {}
     original = torch.optim.lr_scheduler.LRScheduler.step
 
     def note(schedule, *args, **kwargs):
-        stepped.add(_SCHEDULE)
+        stepped[_SCHEDULE] = schedule
         return original(schedule, *args, **kwargs)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.optim.lr_scheduler.LRScheduler, "step", note))
-        for optimizer in optimizers:
-            try:
-                handle = optimizer.register_step_post_hook(lambda optimizer, *_: stepped.add(id(optimizer)))
-            except AttributeError:
-                # A wrapper of another optimizer, as accelerate's, which has not all that it inherits.
-                stepped.add(id(optimizer))
-            else:
-                stack.callback(handle.remove)
-        yield stepped
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.update({id(optimizer): optimizer}))
+    try:
+        with mock.patch.object(torch.optim.lr_scheduler.LRScheduler, "step", note):
+            yield stepped
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager

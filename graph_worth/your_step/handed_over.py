@@ -69,7 +69,7 @@ def _not_handed_over(eager):
     attributes = [attribute for holder in holders for attribute in vars(holder).values()]
     known |= {storage_id(attribute) for attribute in attributes if isinstance(attribute, torch.Tensor)}
     names = {storage_id(tensor): name for name, tensor in eager.looks[-1].tensors.items()}
-    others = host_values.not_handed_over(eager.state.step, eager.state.owned)
+    others = host_values.Reachable(eager.state.step, eager.state.owned).not_handed_over()
     names |= {storage_id(tensor): words for words, tensor in others}
     places: dict[str, str] = {}
     for watched in eager.watched:

@@ -1,34 +1,34 @@
 """Values on the host that a step may change, and tensors that it may bind anew. A replay leaves both as they are.
 
-Looked at are the attributes of the modules and of other objects that were handed over, what the step function holds in
-its closure, its own attributes, the globals of its file, and plain attributes of the classes of all these.
+Looked at is what the step reaches: its closure, the globals that it names, attributes and items of all these, six deep,
+the functions among them and what they reach, the classes, and the modules that were handed over.
 """
 
+import argparse
 import contextlib
 import functools
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Callable
 from unittest import mock
 
 import torch
 
+from graph_worth.your_step.place import is_users_file
+
 # Longer lists are known by their length.
 MOST_ITEMS = 1024
 _PLAIN = (bool, int, float, str, type(None))
-_CONTAINERS = (list, tuple, set, dict, deque)
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+_KEPT = (list, dict, deque)
+_FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
+_ENTERED_OTHERWISE = (type, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, types.FunctionType, types.ModuleType)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+# Steps from the step to what is looked at, and objects and functions that are entered.
+_MOST_DEPTH, _MOST_OBJECTS = 6, 10_000
 _MODULE_OWN = set(vars(torch.nn.Module())) | {"training"}
-
-
-def look(step, owned: list, device: torch.device) -> tuple[dict, dict, dict]:
-    """Return (name -> plain value, name -> tensor, name -> state of random numbers) of what the step can reach.
-
-    Generators of torch count that draw on the host, beside a GPU.
-    """
-    reachable = _find(step, owned)
-    states = {name: hash(_state_of(source)) for name, source in reachable.sources.items() if _draws(source, device)}
-    return reachable.values, reachable.tensors, random_states() | states
 
 
 def _draws(source, device) -> bool:
@@ -88,20 +88,20 @@ class Moving:
 
     def __init__(self, step, owned: list, has_tensors: bool = False):
         self._step, self._owned, self._has_tensors = step, owned, has_tensors
-        self._before = _find(step, owned).values
+        self._before = Reachable(step, owned).values
         self._kept: list[tuple[Callable, object]] = []
         self.names: list[str] = []
 
     def note(self) -> None:
         """Add the names of the values that have changed since this was made or noted."""
-        values, before = _find(self._step, self._owned).values, self._before
+        values, before = Reachable(self._step, self._owned).values, self._before
         changed = [name for name in values if name in before and before[name] != values[name]]
         self.names += [name for name in changed if name not in self.names and not name.startswith("len(")]
         self._before = values
 
     def keep_before(self, step: Callable[[], object]) -> None:
         """Make a step, and remember the values from before it of what it changes."""
-        before = _find(self._step, self._owned)
+        before = Reachable(self._step, self._owned)
         step()
         self.note()
         names = [name for name in self.names if name in before.puts and name in before.values]
@@ -113,7 +113,7 @@ class Moving:
 
     def now(self) -> list[tuple[Callable, object]]:
         """Return the functions that set these values, and the values as they are now."""
-        reachable = _find(self._step, self._owned)
+        reachable = Reachable(self._step, self._owned)
         values = [(name, reachable.values.get(name)) for name in self.names if name in reachable.values]
         values += reachable.tensors.items() if self._has_tensors else ()
         return [(reachable.puts[name], value) for name, value in values if name in reachable.puts]
@@ -126,19 +126,6 @@ class Moving:
                 put(value)
 
 
-def not_handed_over(step, owned: list):
-    """Yield (words, tensor) of the modules and optimizers that the step reaches and that were not handed over."""
-    known = {id(part) for module in owned if isinstance(module, torch.nn.Module) for part in module.modules()}
-    known |= {id(holder) for holder in owned}
-    for name, root, _ in _roots(step):
-        if isinstance(root, torch.nn.Module) and id(root) not in known:
-            for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
-                yield f"{name}.{path}", tensor
-        elif isinstance(root, torch.optim.Optimizer) and id(root) not in known:
-            values = [value for state in root.state.values() for value in state.values()]
-            yield from ((f"the state of {name}", value) for value in values if isinstance(value, torch.Tensor))
-
-
 def random_states() -> dict:
     """Return the states of Python's and NumPy's random numbers."""
     states = {"random": hash(random.getstate())}
@@ -148,46 +135,7 @@ def random_states() -> dict:
     return states
 
 
-def _find(step, owned) -> "_Found":
-    reachable = _Found()
-    for name, root, put in _roots(step):
-        reachable.visit(name, root, put, depth=2)
-    reachable.visit_class(type(getattr(step, "__self__", step)))
-    for index, module in enumerate(holder for holder in owned if isinstance(holder, torch.nn.Module)):
-        for path, part in module.named_modules():
-            reachable.visit_class(type(part))
-            for key, value in vars(part).items():
-                if key not in _MODULE_OWN:
-                    name = f"{path or f'model {index}'}.{key}"
-                    reachable.visit(name, value, functools.partial(setattr, part, key), depth=1)
-            # Buffers are handed over; which tensor is one may change.
-            for key, value in part.named_buffers(recurse=False):
-                reachable.tensors[f"{path}.{key}".lstrip(".")] = value
-    return reachable
-
-
-def _roots(step):
-    """Yield (name, value, function that sets it) of the step's closure, globals and own attributes."""
-    function = getattr(step, "__func__", step)
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
-            except ValueError:
-                continue  # not bound yet
-        names, scope = _names_in(code), function.__globals__
-        for name, value in scope.items():
-            if name in names:
-                yield name, value, functools.partial(scope.__setitem__, name)
-        for name, value in vars(function).items():
-            yield f"step.{name}", value, functools.partial(setattr, function, name)
-    holder = getattr(step, "__self__", None) if code is not None else step
-    if holder is not None and not isinstance(holder, torch.nn.Module):
-        for name, value in vars(holder).items():
-            yield f"self.{name}", value, functools.partial(setattr, holder, name)
-
-
+@functools.lru_cache(maxsize=4096)
 def _names_in(code):
     """Names that a function and those inside of it use."""
     names = set(code.co_names)
@@ -197,17 +145,67 @@ def _names_in(code):
     return names
 
 
-class _Found:
-    """Values, tensors and sources of random numbers by name, and the functions that set those values that can be."""
+class Reachable:
+    """What a step can reach on the host: through closures, globals, attributes and items, as it is now.
 
-    def __init__(self):
+    Objects and functions of the user's files are entered, and objects of libraries that these hold.
+
+    Args:
+        step, owned: as `build` returns them.
+
+    Attributes:
+        values: plain values by name, and the lengths of containers.
+        tensors: by name, but for parameters.
+        sources: sources of random numbers by name.
+        puts: functions that set values and tensors that can be set.
+        holders: (name, module or optimizer) of those that were not handed over.
+    """
+
+    def __init__(self, step, owned: list):
         self.values: dict = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.puts: dict[str, Callable] = {}
         self.sources: dict = {}
+        self.holders: list[tuple] = []
+        modules = [holder for holder in owned if isinstance(holder, torch.nn.Module)]
+        self._entered = {id(part) for module in modules for part in module.modules()} | set(map(id, owned))
+        self._waiting: deque = deque()
+        self._scope: object = None
+        is_function = isinstance(step, (types.FunctionType, functools.partial))
+        roots = [("", getattr(step, "__func__", step))] if is_function or hasattr(step, "__func__") else []
+        roots += [] if is_function else [("self", getattr(step, "__self__", step))]
+        for name, root in roots:
+            # Objects that were handed over are looked into, too; modules as below.
+            self._entered -= set() if isinstance(root, torch.nn.Module) else {id(root)}
+            self._visit(name, root, None, _MOST_DEPTH)
+        self._enter_waiting()
+        for index, module in enumerate(modules):
+            for path, part in module.named_modules():
+                self._enter_module(path, path or f"model {index}", part, _MOST_DEPTH)
+        self._enter_waiting()
 
-    def visit(self, name, value, put, depth):
-        """Add a value and what it holds, `depth` steps down."""
+    def states(self, device: torch.device) -> dict:
+        """Return the states of random numbers by name; generators of torch count that draw on the host, beside a GPU."""
+        sources = {name: source for name, source in self.sources.items() if _draws(source, device)}
+        return random_states() | {name: hash(_state_of(source)) for name, source in sources.items()}
+
+    def not_handed_over(self):
+        """Yield (words, tensor) of the modules and optimizers that were not handed over."""
+        for name, holder in self.holders:
+            if isinstance(holder, torch.nn.Module):
+                for path, tensor in [*holder.named_parameters(), *holder.named_buffers()]:
+                    yield f"{name}.{path}", tensor
+            else:
+                values = [value for state in holder.state.values() for value in state.values()]
+                yield from ((f"the state of {name}", value) for value in values if isinstance(value, torch.Tensor))
+
+    def holder_of(self, name: str):
+        """Return the object of which a value is an attribute, else None."""
+        put = self.puts.get(name)
+        return put.args[0] if isinstance(put, functools.partial) and put.func is setattr else None
+
+    def _visit(self, name, value, put, depth):
+        """Add a value, and let what it holds wait, `depth` steps down."""
         if isinstance(value, (random.Random, torch.Generator)) or type(value).__module__.startswith("numpy.random"):
             self.sources[name] = value
         elif isinstance(value, torch.Tensor):
@@ -218,31 +216,110 @@ class _Found:
             self.values[name] = value
             if put is not None:
                 self.puts[name] = put
-        elif isinstance(value, _CONTAINERS) and type(value).__module__ in ("builtins", "collections"):
-            self.values[f"len({name})"] = len(value)
-            if depth and len(value) <= MOST_ITEMS and not isinstance(value, set):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                for key, child in list(items):
-                    put_child = None if isinstance(value, tuple) else functools.partial(value.__setitem__, key)
-                    self.visit(f"{name}[{key!r}]", child, put_child, depth - 1)
+        elif isinstance(value, types.MethodType):
+            self._visit(name, value.__func__, None, depth)
+            self._visit(name or "self", value.__self__, None, depth)
+        elif isinstance(value, (staticmethod, classmethod, property)):
+            self._visit(name, getattr(value, "__func__", getattr(value, "fget", None)), None, depth)
+        else:
+            if isinstance(value, _CONTAINERS):
+                self.values[f"len({name})"] = len(value)
+            if depth and id(value) not in self._entered and len(self._entered) < _MOST_OBJECTS:
+                self._entered.add(id(value))
+                self._waiting.append((name, value, depth - 1))
+
+    def _enter_waiting(self):
+        while self._waiting:
+            self._enter(*self._waiting.popleft())
+
+    def _enter(self, name, value, depth):
+        if isinstance(value, types.FunctionType):
+            self._enter_function(name, value, depth)
         elif isinstance(value, type):
-            self.visit_class(value)
-        elif depth and _is_users(value):
-            self.visit_class(type(value))
-            for key, child in list(vars(value).items()):
-                self.visit(f"{name}.{key}", child, functools.partial(setattr, value, key), depth - 1)
+            self._entered.discard(id(value))
+            self._enter_class(value, depth)
+        elif isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+            self.holders.append((name, value))
+            for path, part in value.named_modules() if isinstance(value, torch.nn.Module) else ():
+                self._enter_module(f"{name}.{path}".rstrip("."), f"{name}.{path}".rstrip("."), part, depth)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._visit(name, part, None, depth)
+        elif isinstance(value, _CONTAINERS):
+            if len(value) <= MOST_ITEMS and not isinstance(value, (set, frozenset)):
+                for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                    put_child = None if isinstance(value, tuple) else functools.partial(value.__setitem__, key)
+                    self._visit(f"{name}[{key!r}]", child, put_child, depth)
+        children = attributes_of(value)
+        if children or is_users_class(type(value)):
+            self._enter_class(type(value), depth)
+            is_deep = is_users_class(type(value)) or isinstance(value, _NAMESPACES) or name == "self"
+            depth = depth if is_deep else min(depth, 1)
+            for key, child in children.items():
+                self._visit(f"{name}.{key}", child, functools.partial(setattr, value, key), depth)
 
-    def visit_class(self, kind):
-        """Add the plain attributes of a class, such as a counter that its objects share, unless it is torch's."""
+    def _enter_module(self, path, name, module, depth):
+        self._enter_class(type(module), depth)
+        for key, value in list(vars(module).items()):
+            if key not in _MODULE_OWN:
+                self._visit(f"{name}.{key}", value, functools.partial(setattr, module, key), depth)
+        # Buffers are handed over; which tensor is one may change.
+        for key, value in module.named_buffers(recurse=False):
+            self.tensors[f"{path}.{key}".lstrip(".")] = value
+
+    def _enter_function(self, name, function, depth):
+        if hasattr(function, "__wrapped__"):
+            self._visit(name, function.__wrapped__, None, depth)
+        code, scope = function.__code__, function.__globals__
+        if not is_users_file(code.co_filename):
+            return
+        is_step, start = not name, f"{name}." if name else ""
+        self._scope = scope if is_step else self._scope
+        for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not bound yet
+                self._visit(start + key, cell.cell_contents, functools.partial(setattr, cell, "cell_contents"), depth)
+        for key, value in vars(function).items():
+            self._visit(f"{name or 'step'}.{key}", value, functools.partial(setattr, function, key), depth)
+        start = "" if scope is self._scope else f"{scope.get('__name__')}."
+        for key in sorted(_names_in(code)):
+            if key in scope and not isinstance(scope[key], types.ModuleType):
+                self._visit(start + key, scope[key], functools.partial(scope.__setitem__, key), depth)
+            # Also that which the function imports itself.
+            module = scope.get(key, sys.modules.get(key))
+            if isinstance(module, types.ModuleType) and is_users_file(getattr(module, "__file__", None) or ""):
+                for inner in sorted(_names_in(code) & vars(module).keys()):
+                    put = functools.partial(setattr, module, inner)
+                    self._visit(f"{module.__name__}.{inner}", getattr(module, inner), put, depth)
+
+    def _enter_class(self, kind, depth):
+        """Add plain attributes of a class, such as a counter that its objects share, and its functions."""
         for base in kind.__mro__:
+            if id(base) in self._entered or f"{base.__module__}.".startswith(("torch.", "builtins.")):
+                continue
+            self._entered.add(id(base))
+            users = is_users_class(base)
             for key, value in list(vars(base).items()):
-                is_torchs = f"{base.__module__}.".startswith(("torch.", "builtins."))
-                if isinstance(value, _PLAIN) and not key.startswith("__") and not is_torchs:
-                    self.visit(f"{base.__name__}.{key}", value, functools.partial(setattr, base, key), depth=0)
+                if not key.startswith("__") and (isinstance(value, _PLAIN) or users and isinstance(value, _KEPT)):
+                    self._visit(f"{base.__name__}.{key}", value, functools.partial(setattr, base, key), depth)
+                elif users and isinstance(value, _FUNCTIONS):
+                    self._visit(f"{base.__name__}.{key}", value, None, depth)
 
 
-def _is_users(value):
-    """Say whether it is an object of the user's own class, or a plain namespace."""
+def is_users_class(kind: type) -> bool:
+    """Return whether a class stands in a file of the user's."""
+    module = sys.modules.get(kind.__module__)
+    is_python = kind.__module__ in sys.builtin_module_names and kind.__module__ != "__main__"
+    return not is_python and is_users_file(getattr(module, "__file__", None) or "")
+
+
+def attributes_of(value) -> dict:
+    """Return the attributes of an object of the user's or of a library, or of a plain namespace; else {}."""
     kind = type(value)
-    known = isinstance(value, (type, torch.nn.Module, torch.optim.Optimizer, torch.Generator)) or callable(value)
-    return hasattr(value, "__dict__") and not known and not kind.__module__.startswith(("torch.", "builtins"))
+    name = kind.__module__.partition(".")[0]
+    if isinstance(value, _ENTERED_OTHERWISE) or name == "torch":
+        return {}
+    if name in sys.stdlib_module_names and name != "__main__" and not isinstance(value, _NAMESPACES):
+        return {}
+    named = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    slots = [key for keys in named for key in ([keys] if isinstance(keys, str) else keys)]
+    return {key: getattr(value, key) for key in slots if hasattr(value, key)} | getattr(value, "__dict__", {})

@@ -1,5 +1,6 @@
 """Places in the user's code: where a call came from."""
 
+import functools
 import os
 import sys
 import threading
@@ -94,6 +95,19 @@ def place_of(frames: Iterable[tuple[str, int, str]], module: str = "", has_calle
             line, function = (line, function) if line else (f"{path}:{here}", name)
             user_line = "" if is_installed else f"{path}:{here}"
     return Place(line or UNKNOWN, user_line or line or UNKNOWN, through, module, tuple(callers), function)
+
+
+@functools.cache
+def is_users_file(path: str) -> bool:
+    """Return whether a file is the user's: no installed package's, no file of Python or of ours."""
+    ours = path.startswith((_TORCH, _COMMON + os.sep, _STANDARD_LIBRARY, "<frozen"))
+    return not ours and not any(part in path for part in PACKAGES)
+
+
+@functools.cache
+def is_noted(path: str) -> bool:
+    """Return whether a file is the user's or an installed package's, but torch's and ours."""
+    return is_users_file(path) or (any(p in path for p in PACKAGES) and not path.startswith((_TORCH, _COMMON + os.sep)))
 
 
 def _is_outside(path: str) -> bool:

@@ -6,9 +6,10 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from graph_worth.capture.pool import Pool
+from graph_worth.your_step.host_values import attributes_of
 from graph_worth.your_step.parts import copy_batch, register_nests, static_copy, tensors_in
 
 
@@ -50,12 +51,21 @@ def kept_result(result):
 def _kept_leaf(leaf):
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
-    if not tensors_in(list(getattr(leaf, "__dict__", {}).values())):
+    if not tensors_in(leaves_of(leaf)):
         return leaf
     kept = copy.copy(leaf)
-    for name, value in list(vars(leaf).items()):
-        setattr(kept, name, tree_map(_kept_leaf, value))
+    for name, value in attributes_of(leaf).items():
+        object.__setattr__(kept, name, tree_map(_kept_leaf, value) if value is not leaf else kept)
     return kept
+
+
+def leaves_of(tree, holders=()) -> list:
+    """Return the leaves of a nest, and those of the objects in it."""
+    leaves = []
+    for leaf in tree_leaves(tree):
+        values = {} if id(leaf) in holders else attributes_of(leaf)
+        leaves += leaves_of(list(values.values()), (*holders, id(leaf))) if values else [leaf]
+    return leaves
 
 
 def one_stream(device: torch.device | int | str | None = None) -> "torch.cuda.Stream | None":

@@ -1,6 +1,8 @@
 """Find lines in the user's file: a name is changed, an object is made, random numbers are drawn."""
 
 import ast
+import dis
+import linecache
 import re
 from pathlib import Path
 
@@ -15,7 +17,9 @@ class Source:
 
     def __init__(self, path: Path):
         self.path = path
-        self._nodes = list(ast.walk(ast.parse(path.read_text(errors="replace"))))
+        linecache.checkcache(str(path))
+        # A notebook's cells are no files.
+        self._nodes = list(ast.walk(ast.parse("".join(linecache.getlines(str(path))))))
 
     def at(self, line: int | None) -> str:
         """Return FILE:LINE, or the file where there is no line."""
@@ -29,7 +33,7 @@ class Source:
         scopes = [scope for scope in self._nodes if isinstance(scope, (ast.FunctionDef, ast.ClassDef, ast.Lambda))]
         changes = []
         for node in self._nodes:
-            if isinstance(node, (ast.stmt, ast.expr)) and _changes(node, _last(name)):
+            if isinstance(node, (ast.stmt, ast.expr)) and _changes(node, last_part(name)):
                 line = node.lineno
                 around = [scope for scope in scopes if scope.lineno <= line <= (scope.end_lineno or scope.lineno)]
                 is_in_init = any(getattr(scope, "name", "") == "__init__" for scope in around)
@@ -47,21 +51,44 @@ class Source:
         """Return the lines of branches and loops whose condition reads the last part of a name."""
         kinds = (ast.If, ast.IfExp, ast.While)
         tests = [node.test for node in self._nodes if isinstance(node, kinds)]
-        return [test.lineno for test in tests if any(_word(node) == _last(name) for node in ast.walk(test))]
+        return [test.lineno for test in tests if any(_word(node) == last_part(name) for node in ast.walk(test))]
 
-    def reads(self, name: str) -> int | None:
-        """Return the first line that reads the last part of a name, but to change it; x["b"] reads no x["a"]."""
-        word, key = _last(name), _KEY.search(name)
+    def reads(self, name: str, code, is_its) -> int | None:
+        """Return the first line in the code of a function that reads the last part of a name, but to change or call it.
+
+        x["b"] reads no x["a"], and queue.pop() reads where its value is used. Code without a source is taken to read.
+
+        is_its: the name is an attribute of the function's first argument, or may be.
+        """
+        word, key = last_part(name), _KEY.search(name)
         skipped: set[int] = set()
-        for node in self._nodes:
+        inside = self._inside(code)
+        bare = {id(node.value) for node in inside if isinstance(node, ast.Expr)}
+        for node in inside:
             if isinstance(node, ast.Subscript) and key and isinstance(node.slice, ast.Constant):
                 skipped |= {id(node.value)} if repr(node.slice.value) != key[1] else set()
             if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and _changes(node, word):
                 skipped |= set(map(id, ast.walk(node)))
-            elif isinstance(node, ast.Call) and _changes(node, word):
-                skipped |= set(map(id, ast.walk(node.func)))
-        loads = [n for n in self._nodes if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load)]
-        return min((node.lineno for node in loads if _word(node) == word and id(node) not in skipped), default=None)
+            elif isinstance(node, ast.Call) and (_word(node.func) == word or _changes(node, word)):
+                is_read = id(node) not in bare and getattr(node.func, "attr", "").startswith("pop")
+                skipped |= set() if is_read else set(map(id, ast.walk(node.func)))
+            elif isinstance(node, ast.Attribute) and not is_its and _word(node.value) in code.co_varnames[:1]:
+                skipped.add(id(node))
+        loads = [n for n in inside if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load)]
+        lines = [node.lineno for node in loads if _word(node) == word and id(node) not in skipped]
+        if not inside and any(i.argval == word for i in dis.get_instructions(code) if i.opname.startswith("LOAD")):
+            return code.co_firstlineno
+        return min(lines, default=None)
+
+    def draws_next(self, code) -> int | None:
+        """Return the first line in the code of a function that calls next() of what outlives the call."""
+        calls = [node for node in self._inside(code) if isinstance(node, ast.Call) and _word(node.func) == "next"]
+        drawn = [call for call in calls if call.args and _word(call.args[0]) in names_used(code)]
+        return min((call.lineno for call in drawn), default=None)
+
+    def _inside(self, code) -> list:
+        last = max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
+        return [node for node in self._nodes if code.co_firstlineno <= getattr(node, "lineno", -1) <= last]
 
     def draws_near(self, where: str) -> str:
         """Return the first FILE:LINE in the function around FILE:LINE that draws random numbers, else that line."""
@@ -99,8 +126,13 @@ class Source:
         return max((node.lineno for node in calls if is_it(node.func)), default=None)
 
 
-def _last(name):
-    """The last part of a name such as `len(self.queue[0])`."""
+def names_used(code) -> set[str]:
+    """Return the names of attributes, globals and cells in the code of a function, without those inside of it."""
+    return {*code.co_names, *code.co_freevars, *code.co_cellvars}
+
+
+def last_part(name: str) -> str:
+    """Return the last part of a name such as `len(self.queue[0])`."""
     return name.removeprefix("len(").rstrip(")").split("[")[0].split(".")[-1]
 
 

@@ -434,7 +434,7 @@ def test_a_number_in_the_result_that_changes_is_refused(wrap):
         loss = (weight * x).sum()
         loss.backward()
         optimizer.step()
-        return loss, wrap(next(count))
+        return loss, wrap(count.__next__())
 
     ours = graphed(step, [weight, optimizer], cpu="host_graph")
     for _ in range(3):
@@ -496,7 +496,7 @@ def test_a_step_without_a_loss_is_compared_by_its_state():
 
     def step(x):
         optimizer.zero_grad()
-        ((weight - slow[next(count) % 2]) * x).square().sum().backward()
+        ((weight - slow[count.__next__() % 2]) * x).square().sum().backward()
         optimizer.step()
 
     ours = graphed(step, [weight, optimizer], cpu="host_graph")
@@ -539,6 +539,123 @@ def ranks_with_other_shapes():
 def test_ranks_that_see_shapes_in_another_order_all_raise():
     texts = gloo_ranks.run("tests.graph_worth.your_step.test_graphed", "ranks_with_other_shapes", 2)
     assert all("ranks see batches of other shapes" in text for text in texts)
+
+
+# --- what changes on the host
+
+COUNTER = """
+import types
+STATE = types.SimpleNamespace(inner=types.SimpleNamespace(deep=types.SimpleNamespace(count=0)))
+def scale(loss):
+    STATE.inner.deep.count += 1
+    return loss * 2 if STATE.inner.deep.count > 100 else loss
+"""
+
+
+class Called:
+    """An object that is called and counts, in a slot; code that does not run in the step reads the count."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, loss):
+        self.calls += 1
+        return loss
+
+    def reported(self):
+        return self.calls
+
+
+class Branching(Called):
+    __slots__ = ()
+
+    def __call__(self, loss):
+        return super().__call__(loss) * (2 if self.calls > 100 else 1)
+
+
+def counting(kind, tmp_path):
+    """Return a function of a loss that counts on the host, and branches where no compared replay does."""
+    calls, drawn = [0], iter(range(1000))
+
+    def closure(loss):
+        calls[0] += 1
+        return loss * 2 if calls[0] > 100 else loss
+
+    if kind == "another file":
+        (tmp_path / "counter_of_a_test.py").write_text(COUNTER)
+        spec = importlib.util.spec_from_file_location("counter_of_a_test", tmp_path / "counter_of_a_test.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.scale
+    functions = {"closure": closure, "called": Branching(), "only written": Called()}
+    return functions.get(kind, lambda loss: loss * 2 if next(drawn) > 100 else loss)
+
+
+@pytest.mark.parametrize("kind", ["another file", "called", "closure", "iterator", "only written"])
+def test_a_count_of_the_step_is_refused_where_code_of_the_step_reads_it(kind, tmp_path):
+    count = counting(kind, tmp_path)
+    ours = Training(CPU, change=lambda training, loss: count(loss))
+    step = graphed_on(ours)
+    for batch in batches(3):
+        step(batch)
+    if kind == "only written":
+        step(batches(1)[0])
+        assert step.replays == 1
+        return
+    words = "draws from an iterator" if kind == "iterator" else "goes from 2 to 3 between steps, and is read here"
+    with pytest.raises(CaptureError, match=words) as raised:
+        step(batches(1)[0])
+    assert raised.value.place.startswith(str(tmp_path) if kind == "another file" else __file__)
+
+
+def test_a_number_that_the_loop_changes_in_the_first_calls_is_refused():
+    ours = Training(CPU, change=lambda training, loss: loss * training.scale)
+    step = graphed_on(ours)
+    with pytest.raises(CaptureError, match=r"self.scale goes from .* and is read here"):
+        for batch in batches(4):
+            step(batch)
+            ours.scale += 1
+    assert step.replays == 0
+
+
+def test_what_the_step_binds_to_a_name_is_that_of_its_replay(device):
+    def change(training, loss):
+        training.log["loss"] = loss.detach()
+        return loss
+
+    seen = {}
+
+    def read(training, index):
+        seen.setdefault(training, []).append(training.log.get("loss"))
+
+    eager, ours = (Training(device, change=change) for _ in range(2))
+    eager.log, ours.log = {}, {}
+    assert_trains_alike(eager, ours, graphed_on(ours), batches(12), before=read)
+    assert all(map(torch.equal, seen[eager][1:], seen[ours][1:]))
+
+
+def test_an_average_that_is_bound_anew_and_no_loss_shows_is_refused():
+    def change(training, loss):
+        training.shadow = 0.9 * training.shadow + 0.1 * loss.detach()
+        return loss
+
+    ours = Training(CPU, change=change)
+    ours.shadow = torch.zeros(())
+    step = graphed_on(ours)
+    with pytest.raises(CaptureError, match="self.shadow, which the step binds anew, differs"):
+        for batch in batches(8):
+            step(batch)
+    assert step.replays == 2
+
+
+def test_an_optimizer_that_was_not_handed_over_is_refused():
+    ours = Training(CPU)
+    step = graphed(ours.step, [ours.model], cpu="host_graph")
+    with pytest.raises(CaptureError, match=r"AdamW steps in the step and was not handed over: graphed\(step, "):
+        for batch in batches(4):
+            step(batch)
 
 
 # --- the gallery
