@@ -18,11 +18,14 @@ on_before_optimizer_step) run in eager steps and at the capture; a replay repeat
 
 import contextlib
 import functools
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
@@ -32,6 +35,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graph_worth.capture.pool import CaptureError
 from graph_worth.your_step.graphed import graphed
+
+
+# What the loop counts between steps.
+_COUNTERS = {"current_epoch", "global_step", "is_last_batch"}
+_LIGHTNING = str(Path(lightning.__file__).parent)
 
 
 class CUDAGraphCallback(Callback):
@@ -62,7 +70,7 @@ class CUDAGraphCallback(Callback):
     @property
     def pool(self):
         """The pool of the fit's graphs; None before the first capture."""
-        return self.graphed._pool if self.graphed else None
+        return self.graphed.pool if self.graphed else None
 
     # --------------------------------------------------------------------------------------------
     # Lightning's hooks
@@ -124,7 +132,7 @@ class CUDAGraphCallback(Callback):
             result = self.graphed(self._batch)
         except CaptureError as error:
             # Raised, or said once: the step was eager then.
-            self.graphed._refuse(error if error.place else self.graphed._refusal_of(str(error)))
+            self.graphed.refuse(error)
             result = step.result
         step.run = step.closure = step.result = None
         closure._result = ClosureResult(None, extra=result["extra"])
@@ -156,7 +164,7 @@ class _Step:
         self.closure: Any = None
         self.result: Any = None
         # Not the trainer itself, whose counters go on between steps.
-        self._module, self._callbacks = module, lambda: trainer.callbacks
+        self._module, self._trainer = module, lambda: trainer
 
     def __call__(self, batch):
         """Return {"loss": tensor, "extra": the rest of training_step's result, "logs": calls of self.log}.
@@ -180,9 +188,10 @@ class _Step:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(_replaced(self._module, training_step=on_batch, log=log))
-            for name in "current_epoch", "global_step":
-                stack.enter_context(mock.patch.object(type(self._module), name, _noting(name, problems)))
-            for callback in self._callbacks():
+            for word, kind in ("self", type(self._module)), ("trainer", type(self._trainer())):
+                for name in _COUNTERS & set(dir(kind)):
+                    stack.enter_context(mock.patch.object(kind, name, _noting(word, kind, name, problems)))
+            for callback in self._trainer().callbacks:
                 stack.enter_context(_replaced(callback, log=log))
             self.run()
         result = self.closure.consume_result()
@@ -258,16 +267,17 @@ class _Index(int):
         return index
 
 
-def _noting(name, problems):
-    """Return a property of a module that a graph would freeze, and that notes who reads it."""
-    original = getattr(LightningModule, name)
+def _noting(word, kind, name, problems):
+    """Return a property of a module or a trainer that a graph would freeze, and that notes who else reads it."""
+    original = getattr(kind, name)
 
-    def get(module):
-        problems[
-            f"the step reads self.{name}, which a graph freezes: keep what depends on it in a tensor on the device, "
-            "which on_train_batch_start fills"
-        ] = None
-        return original.fget(module)
+    def get(holder):
+        if not sys._getframe(1).f_code.co_filename.startswith(_LIGHTNING):
+            problems[
+                f"the step reads {word}.{name}, which a graph freezes: keep what depends on it in a tensor on the "
+                "device, which on_train_batch_start fills"
+            ] = None
+        return original.fget(holder)
 
     return property(get)
 

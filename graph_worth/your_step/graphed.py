@@ -49,6 +49,7 @@ from graph_worth.your_step.user_lines import Source, last_part, names_used
 DOCTOR = "More lines: graph-worth doctor FILE.py:build"
 # Eager steps beside which a replay is judged that differs.
 NUM_AGAIN = 3
+_PLAIN = (bool, int, float, str, type(None))
 _SCHEDULE = -1
 _TORCH = str(Path(torch.__file__).parent)
 _TWO_STREAMS = (
@@ -94,6 +95,7 @@ class graphed:
     Attributes:
         eager: the step as it was handed over.
         refusal: the reason why it runs eagerly from now on, or "".
+        pool: where the graphs have their memory; None before the first capture.
 
     Raises:
         CaptureError: by a call, before the replay: a graph cannot hold the step, or would train otherwise.
@@ -116,6 +118,10 @@ class graphed:
         for name, (value, *known) in (options | {"check": (check, "numbers", "always")}).items():
             if value not in known:
                 raise ValueError(f"graphed({name}={value!r}): takes {known[0]!r} or {known[1]!r}")
+        least = {"shapes": (shapes, 1), "verify": (verify, 0), "warm_up": (1 if warm_up is None else warm_up, 1)}
+        for name, (number, least_number) in least.items():
+            if number < least_number:
+                raise ValueError(f"graphed({name}={number!r}): takes {least_number} or more")
         self.eager, self._parts = step, list(parts_of(owned))
         parts = self._parts
         self._most_shapes, self._num_verified = shapes, verify
@@ -153,7 +159,7 @@ class graphed:
             self._warn(f"{self.refusal}: it stays eager")
 
     def _forget(self):
-        self._pool: Pool | None = None
+        self.pool: Pool | None = None
         self._shapes: dict[tuple, list[_Shape]] = {}
         self._error: CaptureError | None = None
         # Gradients that the graphs write where they lie, and whether eager steps have bound others.
@@ -168,22 +174,25 @@ class graphed:
     @property
     def replays(self) -> int:
         """Replays so far, those that were compared as well."""
-        return self._past_replays + (self._pool.num_replays if self._pool else 0)
+        return self._past_replays + (self.pool.num_replays if self.pool else 0)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of the pool in which the graphs of all shapes have their memory."""
-        return self._pool.bytes() if self._pool else 0
+        return self.pool.bytes() if self.pool else 0
 
     def release(self) -> None:
         """Drop the graphs and their memory, as before a process group ends. Later calls warm up and capture anew."""
-        if self._pool is not None:
+        if self.pool is not None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self._past_replays += self._pool.num_replays
+            self._past_replays += self.pool.num_replays
             self._drop_gradients()
-            self._pool.release()
+            self.pool.release()
         self._forget()
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a graphed step cannot be copied or saved: copy the model, and call graphed on the copy")
 
     # --- calls
 
@@ -214,7 +223,7 @@ class graphed:
                 if shape.graph is None:
                     self._capture(shape, batch)
             except CaptureError as error:
-                self._refuse(error)
+                self.refuse(error)
             finally:
                 for _, tensor in self._snapshot().tensors:
                     if id(tensor) not in known:
@@ -237,14 +246,14 @@ class graphed:
             if shape.graph is None:
                 self._capture(shape, batch)
         except CaptureError as error:
-            self._refuse(error)
+            self.refuse(error)
             return self.eager(batch)
         try:
             self._check(shape)
         except CaptureError as error:
             # Nothing has run: who puts it back, as by train(), goes on.
             if self._is_forgiving:
-                self._refuse(error)
+                self.refuse(error)
                 return self.eager(batch)
             raise
         if self._has_eager_gradients:
@@ -283,15 +292,19 @@ class graphed:
         for look in (lambda _: None, register_nests):
             look(batch)
             leaves, structure = tree_flatten(batch)
-            signature = tuple((x.shape, x.dtype, x.stride()) if torch.is_tensor(x) else repr(x) for x in leaves)
+            signature = tuple((x.shape, x.dtype, x.stride()) if torch.is_tensor(x) else _value_of(x) for x in leaves)
             for shape in self._shapes.get(signature, ()):
                 if shape.structure == structure:
                     return shape
         if not tensors_in(leaves):
             raise ValueError("graphed: the batch has no tensor; a batch is a tensor or a nest of tensors")
+        for leaf in leaves:
+            if not torch.is_tensor(leaf) and tensors_in(leaves_of(leaf)):
+                words = f"graphed: the batch has a {type(leaf).__name__}, whose tensors a graph would keep"
+                raise ValueError(f"{words}: make it a dict or a dataclass")
         number = sum(map(len, self._shapes.values()))
         if number >= self._most_shapes:
-            words = ", ".join(str(list(leaf.shape)) if torch.is_tensor(leaf) else repr(leaf) for leaf in leaves)
+            words = ", ".join(str(list(leaf.shape)) if torch.is_tensor(leaf) else _number_of(leaf) for leaf in leaves)
             words = f"a batch of {words} has shape {number + 1}, and shapes={number}: pad batches to fewer lengths, "
             raise self._refusal_of(words + "make numbers tensors, drop_last=True, or raise shapes=")
         shape = _Shape(signature, structure)
@@ -325,7 +338,7 @@ class graphed:
         self._stepped |= stepped
         if added:
             words = "the step adds to gradients from before it, where a replay begins anew: begin it with zero_grad()"
-            self._refuse(self._refusal_of(words))
+            self.refuse(self._refusal_of(words))
         return result
 
     def _look(self, shape=None) -> host_values.Reachable:
@@ -411,10 +424,10 @@ class graphed:
     def _capture(self, shape, batch):
         before = self._look(shape)
         self._require_still()
-        if self._pool is None:
-            self._pool = Pool(self.device)
+        if self.pool is None:
+            self.pool = Pool(self.device)
             for generator in self._generators:
-                self._pool.register_generator(generator)
+                self.pool.register_generator(generator)
         values, gradients = self._moving.now(), [(parameter, parameter.grad) for parameter in self._parameters]
         is_host = self.device.type == "cpu"
         # A host graph runs what it captures.
@@ -424,7 +437,7 @@ class graphed:
         # Casts of weights that were made before would be missing from the graph.
         torch.clear_autocast_cache()
         try:
-            shape.graph = StepGraph(self._pool, self.eager, batch, self.device)
+            shape.graph = StepGraph(self.pool, self.eager, batch, self.device)
         except Exception as error:
             failed = self._refusal_of(error)
         torch.clear_autocast_cache()
@@ -513,13 +526,13 @@ class graphed:
             with answering(note=lambda: questions.append(with_library(place_of_call()))):
                 return self.eager(batch)
 
-        if shape.num_verified == self._num_verified - 1 and self._pool is not None:
-            self._pool.fill_free_memory()
+        if shape.num_verified == self._num_verified - 1 and self.pool is not None:
+            self.pool.fill_free_memory()
         try:
             _, replayed = course(lambda batch: self._replay(shape, batch))
         except CaptureError as error:
             start.restore()
-            self._refuse(error)
+            self.refuse(error)
             return self.eager(batch)
         result, eager = course(as_captured)
         differs = first(parity.difference(eager, eager, replayed))
@@ -558,7 +571,7 @@ class graphed:
         self._has_eager_gradients = True
         if differs:
             words = f"replay {shape.num_verified} of this shape does not train as the eager step does: {differs}"
-            self._refuse(self._refusal_of(words))
+            self.refuse(self._refusal_of(words))
         return result
 
     def _num_copies(self) -> int:
@@ -587,8 +600,9 @@ class graphed:
         words = words if place in words else f"{words} (at {place})"
         return CaptureError(f"{words}. {DOCTOR}", reason, place, getattr(error, "log", ()))
 
-    def _refuse(self, error):
+    def refuse(self, error: CaptureError) -> None:
         """Raise the error, now and in later calls, or go on eagerly and say so once."""
+        error = error if error.place else self._refusal_of(error)
         if not self._is_forgiving:
             self._error = error
             raise error
@@ -609,9 +623,19 @@ class graphed:
         self._has_eager_gradients = False
 
 
+def _value_of(leaf):
+    """Return what tells a value in a batch from others: all numbers of an array, of an object its parts."""
+    if isinstance(leaf, _PLAIN):
+        return repr(leaf)
+    if hasattr(leaf, "tobytes"):
+        return type(leaf).__name__, getattr(leaf, "shape", ()), hash(leaf.tobytes())
+    parts = [part for part in leaves_of(leaf) if not torch.is_tensor(part)]
+    return repr(leaf) if any(part is leaf for part in parts) else (type(leaf).__name__, *map(_value_of, parts))
+
+
 def _number_of(leaf) -> str:
     """Return what a result has beside tensors, as text; of objects the class."""
-    return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
+    return repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__
 
 
 def _code_of(function):

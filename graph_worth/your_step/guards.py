@@ -5,14 +5,16 @@ import operator
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from graph_worth.capture.pool import CaptureError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_END = (None,)
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _STATE = "an optimizer has another tensor in its state: copy into the old one"
-_END = (None,)
 
 
 def parts_of(owned) -> Iterator:
@@ -27,15 +29,16 @@ def parts_of(owned) -> Iterator:
 class Guards:
     """The host's values in the objects that training changes, as they are at the capture.
 
-    Numbers in param_groups, `training`, children and hooks of modules, `requires_grad` and addresses of parameters,
-    buffers and tensors, and autocast; of an optimizer its hooks, and which tensors its state has. About 70 us for a
-    model of 148 parameters (docs/capture_it.md).
+    Numbers in param_groups, `training`, children and replaced methods of modules, `requires_grad` and addresses of
+    parameters, buffers and tensors, hooks of all these and of optimizers, which tensors an optimizer's state has, and
+    autocast. About 50 us for a model of 148 parameters (docs/capture_it.md).
     """
 
     def __init__(self, owned):
         parts = list(parts_of(owned))
         modules = {id(m): m for part in parts if isinstance(part, torch.nn.Module) for m in part.modules()}
-        self._modules = [vars(module) for module in modules.values() if "training" in vars(module)]
+        kept = [module for module in modules.values() if "training" in vars(module)]
+        self._modules, self._kinds = list(map(vars, kept)), list(map(type, kept))
         self._tensors = {index: part for index, part in enumerate(parts) if isinstance(part, torch.Tensor)}
         self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
         # The tensors that the graph reads, whatever load_state_dict binds.
@@ -67,9 +70,15 @@ class Guards:
             key = next(key for key in {**new, **old} if old.get(key) != new.get(key))
             remedy = ": make lr a tensor on the device, and fill it: group['lr'].fill_(value)" if key == "lr" else ""
             return f"{key} in param_groups is {new.get(key)}, and the graph keeps {old.get(key)} of its capture{remedy}"
-        for words, values, same, before in self._looks:
-            if not all(map(same, itertools.chain(values(), _END), before)):
+        for words, values, before in self._looks:
+            if tuple(values()) != before:
                 return f"since the capture {words}"
+        if (RemovableHandle.next_id, *map(len, self._modules)) != self._counts:
+            # Handles and attributes that came may be of others.
+            for words, values, before in self._rare_looks:
+                if tuple(values()) != before:
+                    return f"since the capture {words}"
+            self._counts = RemovableHandle.next_id, *map(len, self._modules)
         return ""
 
     def put_back(self) -> None:
@@ -97,30 +106,46 @@ class Guards:
         mixed = [table for table in tables if not all(type(value) in _PLAIN for value in table.values())]
         states = [values for optimizer in self._optimizers for values in optimizer.state.values()]
         children = [module["_modules"] for module in self._modules if module["_modules"]]
-        every = [module[name] for module in self._modules for name in _HOOKS]
-        every += [vars(optimizer).get(name, {}) for optimizer in self._optimizers for name in _OF_OPTIMIZERS]
-        empty, hooked = [hooks for hooks in every if not hooks], [hooks for hooks in every if hooks]
         sized = [optimizer.state for optimizer in self._optimizers]
 
         def values(tables):
             views = [table.values() for table in tables]
             return lambda: itertools.chain.from_iterable(views)
 
-        moved = "a parameter, a buffer or a tensor that was handed over lies elsewhere: copy into the old one"
         of_plain, of_mixed, of_states, of_children = map(values, (plain, mixed, states, children))
-        looks: list[tuple[str, Callable, Callable]] = [
-            (moved, lambda: map(torch.Tensor.data_ptr, of_plain()), operator.eq),
-            (moved, lambda: map(_number, of_mixed()), operator.eq),
-            (_STATE, of_states, operator.is_),
-            ("train() or eval() was called", lambda: map(_training, self._modules), operator.is_),
-            ("a module has another child", of_children, operator.is_),
-            ("requires_grad of a parameter was changed", lambda: map(_requires_grad, of_plain()), operator.is_),
-            ("an optimizer has another number of states", lambda: map(len, sized), operator.eq),
-            ("a module or an optimizer has other hooks", lambda: map(tuple, hooked), operator.eq),
-            ("a module or an optimizer has hooks that it had not", lambda: filter(None, empty), operator.eq),
-            ("autocast was switched", _autocast, operator.eq),
+
+        def hooks():
+            every = [module[name] for module in self._modules for name in _HOOKS]
+            every += [vars(optimizer).get(name) for optimizer in self._optimizers for name in _OF_OPTIMIZERS]
+            every += [getattr(tensor, name) for tensor in of_plain() for name in _OF_TENSORS]
+            return [hooks or {} for hooks in every]
+
+        def replaced():
+            return [(m, key) for m, kind in zip(self._modules, self._kinds, strict=True) for key in m if _is_of(kind, key)]
+
+        kept = [*of_states(), *_END]
+        hooked, methods, kinds = list(filter(None, hooks())), replaced(), list(dict.fromkeys(self._kinds))
+        moved = "a parameter, a buffer or a tensor that was handed over lies elsewhere: copy into the old one"
+        hooks_words, method_words = "a module, a tensor or an optimizer has other hooks", "a method was replaced"
+        looks: list[tuple[str, Callable]] = [
+            (moved, lambda: map(torch.Tensor.data_ptr, of_plain())),
+            (moved, lambda: map(_number, of_mixed())),
+            (_STATE, lambda: [all(map(operator.is_, itertools.chain(of_states(), _END), kept))]),
+            ("train() or eval() was called", lambda: map(_training, self._modules)),
+            ("a module has another child", of_children),
+            ("requires_grad of a parameter was changed", lambda: map(_requires_grad, of_plain())),
+            ("an optimizer has another number of states", lambda: map(len, sized)),
+            (hooks_words, lambda: map(tuple, hooked)),
+            (method_words, lambda: [*map(_forward, kinds), *(module.get(key) for module, key in methods)]),
+            ("autocast was switched", _autocast),
         ]
-        self._looks = [(words, now, same, [*now(), *_END]) for words, now, same in looks]
+        rare = [
+            (hooks_words, lambda: map(tuple, hooks())),
+            (method_words, lambda: [(id(module), key) for module, key in replaced()]),
+        ]
+        self._looks = [(words, now, tuple(now())) for words, now in looks]
+        self._rare_looks = [(words, now, tuple(now())) for words, now in rare]
+        self._counts = RemovableHandle.next_id, *map(len, self._modules)
 
     def _adopt(self):
         """Copy what load_state_dict has bound into the tensors that the graph reads, and bind these again."""
@@ -141,7 +166,7 @@ class Guards:
         self._numbers_before = numbers
         # The state may come in another order; all else has to be as before.
         pairs = zip(self._looks, looks, strict=True)
-        self._looks = [(*look[:3], look[3] if look[0] == _STATE else old[3]) for look, old in pairs]
+        self._looks = [(*look[:2], look[2] if look[0] == _STATE else old[2]) for look, old in pairs]
 
 
 def _tables(optimizer) -> dict:
@@ -150,7 +175,12 @@ def _tables(optimizer) -> dict:
 
 
 _training = operator.itemgetter("training")
-_requires_grad = operator.attrgetter("requires_grad")
+_requires_grad, _forward = map(operator.attrgetter, ("requires_grad", "forward"))
+
+
+def _is_of(kind, key) -> bool:
+    """Return whether a name is that of a method of a class."""
+    return not key.startswith("__") and callable(getattr(kind, key, None))
 
 
 def _autocast():

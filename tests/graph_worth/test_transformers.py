@@ -244,6 +244,13 @@ def test_a_step_that_a_graph_cannot_hold_is_refused_or_stays_eager(tmp_path):
         trainer = trained(Reading, tmp_path, options={"on_refusal": "eager"}, optimizer=True)
     assert trainer.num_replays == 0 and trainer.state.global_step == 20
 
+    class Looking(GraphedTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * (2 if self.state.global_step > 100 else 1)
+
+    with pytest.raises(CaptureError, match=r"self.state.global_step goes from .*test_transformers.py:\d+"):
+        trained(Looking, tmp_path)
+
     class Counting(GraphedTrainer):
         num_calls = 0
 

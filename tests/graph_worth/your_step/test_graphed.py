@@ -119,14 +119,6 @@ def test_shapes_in_turn_and_a_last_batch_of_another_shape_share_a_pool(device):
     assert step.replays == 18, "the last shape came once: it was eager"
 
 
-def test_a_rate_in_a_tensor_is_filled_between_steps(device):
-    def decay(training, index):
-        training.optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + index))
-
-    eager, ours = Training(device), Training(device)
-    assert_trains_alike(eager, ours, graphed_on(ours), batches(12), before=decay)
-
-
 def test_evaluation_zero_grad_and_loaded_states_between_steps_are_free(device):
     kept = {}
 
@@ -136,6 +128,10 @@ def test_evaluation_zero_grad_and_loaded_states_between_steps_are_free(device):
             training.model(torch.ones(2, 8, device=device))
         training.model.train()
         training.optimizer.zero_grad(set_to_none=True)
+        # Of others, or read by nothing.
+        nn.Linear(2, 2).register_forward_hook(lambda *_: None)
+        setattr(training.model[0], f"seen_{index}", index)
+        training.optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + index))
         if index == 5:
             kept[training] = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
         if index == 10:
@@ -181,7 +177,7 @@ def test_gradients_of_eager_steps_are_not_left_as_if_they_were_of_a_replay(devic
     assert all(parameter.grad is None for parameter in ours.model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dataclass", "object"])
+@pytest.mark.parametrize("kind", ["tuple", "dataclass", "object", "slots"])
 def test_nests_of_batches_and_results_are_taken_and_results_are_the_caller_s_to_keep(kind):
     @dataclass
     class Batch:
@@ -192,6 +188,12 @@ def test_nests_of_batches_and_results_are_taken_and_results_are_the_caller_s_to_
         def __init__(self, loss, extra):
             self.loss, self.extra, self.callback = loss, extra, lambda: None
 
+    class Slots:
+        __slots__ = ("extra", "loss", "model")
+
+        def __init__(self, loss, extra):
+            self.loss, self.extra, self.model = loss, [Output(loss, extra)], optimizer
+
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
 
@@ -201,13 +203,16 @@ def test_nests_of_batches_and_results_are_taken_and_results_are_the_caller_s_to_
         loss = (weight * x).square().sum() * scale
         loss.backward()
         optimizer.step()
-        return Output(loss, [x * 2]) if kind == "object" else (loss, {"twice": x * 2})
+        if kind in ("object", "slots"):
+            return Output(loss, [x * 2]) if kind == "object" else Slots(loss, [x * 2])
+        return loss, {"twice": x * 2}
 
     ours = graphed(step, [optimizer, weight], cpu="host_graph")
     xs = [torch.full((3,), float(number)) for number in range(1, 9)]
     results = [ours(Batch(x, 0.5) if kind == "dataclass" else (x, 0.5)) for x in xs]
     assert ours.replays == 5
-    twice = [result.extra[0] if kind == "object" else result[1]["twice"] for result in results]
+    results_in = [result.extra[0] if kind == "slots" else result for result in results]
+    twice = [result[1]["twice"] if isinstance(result, tuple) else result.extra[0] for result in results_in]
     assert all(torch.equal(a, 2 * b) for a, b in zip(twice, xs, strict=True))
     assert len({float(loss_of(result)) for result in results}) == len(results)
 
@@ -256,6 +261,18 @@ def add_hook(training):
     training.model[1].register_forward_hook(lambda *args: None)
 
 
+def add_tensor_hook(training):
+    training.model[0].weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def add_gradient_hook(training):
+    training.model[0].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(2))
+
+
+def replace_method(training):
+    training.model[1].forward = lambda x: x
+
+
 def forget_moments(training):
     training.optimizer.load_state_dict(training.optimizer.state_dict() | {"state": {}})
 
@@ -291,6 +308,9 @@ def add_parameters(training):
         (evaluate, r"train\(\) or eval\(\)"),
         (add_hook, "hooks"),
         (add_optimizer_hook, "hooks"),
+        (add_tensor_hook, "a tensor or an optimizer has other hooks"),
+        (add_gradient_hook, "a tensor or an optimizer has other hooks"),
+        (replace_method, "a method was replaced"),
         (freeze, "requires_grad of a parameter"),
         (add_parameters, "param_groups|left out"),
         (load_by_assigning, "lies elsewhere"),
@@ -448,10 +468,17 @@ def test_mistakes_are_told_before_training(option):
     ours = Training(CPU)
     with pytest.raises(ValueError, match=rf"graphed\({option}='never'\): takes '"):
         graphed(ours.step, ours.owned, **{option: "never"})
+    for name, number in (("shapes", 0), ("verify", -1), ("warm_up", 0)):
+        with pytest.raises(ValueError, match=rf"graphed\({name}={number}\): takes . or more"):
+            graphed(ours.step, ours.owned, **{name: number})
+    with pytest.raises(TypeError, match="a graphed step cannot be copied"):
+        copy.deepcopy(graphed_on(ours))
     with pytest.raises(ValueError, match="it needs state_dict"):
         graphed(ours.step, [*ours.owned, object()])
     with pytest.raises(ValueError, match="the batch has no tensor"):
         graphed_on(ours)("a.png")
+    with pytest.raises(ValueError, match="has a SimpleNamespace, whose tensors a graph would keep"):
+        graphed_on(ours)((torch.ones(2), SimpleNamespace(x=[torch.ones(2)])))
 
 
 @pytest.mark.parametrize("effect", ["a rounding", "another state", "another loss", "nothing"])
@@ -591,6 +618,38 @@ def counting(kind, tmp_path):
         return module.scale
     functions = {"closure": closure, "called": Branching(), "only written": Called()}
     return functions.get(kind, lambda loss: loss * 2 if next(drawn) > 100 else loss)
+
+
+def test_a_refused_step_has_drawn_no_batch():
+    def drawing(training, loss):
+        drawn = next(training.source)
+        return loss * (drawn if loss.item() > 0 else 1)
+
+    eager, ours = (Training(CPU, change=drawing) for _ in range(2))
+    eager.source, ours.source = (iter(torch.arange(1.0, 13)) for _ in range(2))
+    with pytest.warns(UserWarning, match="draws from an iterator"):
+        assert_trains_alike(eager, ours, graphed_on(ours, on_refusal="eager"), batches(8))
+
+
+@pytest.mark.parametrize("kind", ["array", "object"])
+def test_values_of_a_batch_that_their_text_does_not_show_are_shapes(kind):
+    class Info:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def __repr__(self):
+            return "Info()"
+
+    def made(scale):
+        values = torch.zeros(5000)
+        values[2500] = scale
+        return values.numpy() if kind == "array" else Info(scale)
+
+    ours = Training(CPU)
+    step = graphed(lambda batch: ours.step(batch[0]), ours.owned, cpu="host_graph", shapes=2)
+    with pytest.raises(CaptureError, match="a batch of .* has shape 3, and shapes=2"):
+        for scale in (0.0, 0.0, 1.0, 2.0):
+            step((batches(1)[0], made(scale)))
 
 
 @pytest.mark.parametrize("kind", ["another file", "called", "closure", "iterator", "only written"])
