@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graph_worth.capture.pool import CaptureError
 from graph_worth.your_step.graphed import graphed
+from graph_worth.your_step.libraries import CHECKPOINT, PRESERVES
 
 
 # What the loop counts between steps.
@@ -237,6 +238,9 @@ def _problems_of_module(module):
             f"{type(module).__name__}.optimizer_step is overridden and would run at the capture alone: do it in "
             "on_train_batch_start, or change the learning rate by a scheduler"
         )
+    parts = [part for part in module.modules() if getattr(part, "gradient_checkpointing", False)]
+    if any(getattr(vars(part).get("_gradient_checkpointing_func"), "keywords", {}).get(*PRESERVES) for part in parts):
+        yield f"gradient checkpointing that saves random states: {CHECKPOINT}"
 
 
 def _problems_of_optimizers(configured, device):

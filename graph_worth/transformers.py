@@ -19,6 +19,7 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 from graph_worth.your_step.graphed import graphed
+from graph_worth.your_step.libraries import CHECKPOINT, PRESERVES
 
 # They act between microbatches, or before the optimizer's step: in the middle of a replay.
 _INSIDE = "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"
@@ -149,6 +150,7 @@ class GraphedTrainer(Trainer):
         args, version = self.args, tuple(map(int, transformers.__version__.split(".")[:2]))
         num_gpus = max(args.n_gpu, args.world_size)
         is_lomo, is_engine = "lomo" in str(args.optim).lower(), self.is_deepspeed_enabled or self.is_fsdp_enabled
+        saves_random = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(*PRESERVES)
         groups = [] if is_lomo or is_engine else self.create_optimizer().param_groups
         name = type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__
         schedules = {type(self.lr_scheduler).__name__, getattr(args.lr_scheduler_type, "value", "")}
@@ -167,6 +169,7 @@ class GraphedTrainer(Trainer):
                 not all(group.get("capturable") or group.get("fused") for group in groups),
                 f"{name}, which is neither capturable nor fused: optim='adamw_torch_fused'",
             ),
+            (saves_random, f"gradient_checkpointing that saves random states: {CHECKPOINT}"),
             (args.torch_empty_cache_steps, "torch_empty_cache_steps: a graph keeps its memory, leave it out"),
         ]
         for callback in self.callback_handler.callbacks:

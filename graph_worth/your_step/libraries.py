@@ -5,7 +5,9 @@ The keys are library, file and function. A version whose file or function has an
 
 from graph_worth.your_step.place import PACKAGES, Place
 
-_CHECKPOINT = (
+# Torch's argument and its default.
+PRESERVES = "preserve_rng_state", True
+CHECKPOINT = (
     "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False, 'preserve_rng_state': False})"
     " where it draws no random numbers, else leave it eager: graph_modules"
 )
@@ -14,8 +16,8 @@ _POOLING = "global_mean_pool(x, batch, size=4) with the number of graphs of a ba
 _EMA = "call the average's step() after the step, outside of it: it counts on the host"
 _NAN_FILTER = "TrainingArguments(logging_nan_inf_filter=False)"
 ARGUMENTS = {
-    ("transformers", "modeling_layers.py", "__call__"): _CHECKPOINT,
-    ("transformers", "modeling_layers.py", "forward_with_checkpointing"): _CHECKPOINT,
+    ("transformers", "modeling_layers.py", "__call__"): CHECKPOINT,
+    ("transformers", "modeling_layers.py", "forward_with_checkpointing"): CHECKPOINT,
     ("torch_geometric", "loop.py", "remove_self_loops"): _SELF_LOOPS,
     ("torch_geometric", "loop.py", "add_remaining_self_loops"): _SELF_LOOPS,
     ("torch_geometric", "_scatter.py", "scatter"): _POOLING,

@@ -1,5 +1,6 @@
 """The full iteration captured under Lightning's own loop: equal to eager, refused by name."""
 
+import functools
 import logging
 import os
 import warnings
@@ -227,9 +228,20 @@ class OwnStep(Toy):
         optimizer.step(closure=optimizer_closure)
 
 
+class Checkpointed(Toy):
+    """As Transformers' models after gradient_checkpointing_enable()."""
+
+    gradient_checkpointing = True
+
+    def __init__(self):
+        super().__init__()
+        self._gradient_checkpointing_func = functools.partial(torch.utils.checkpoint.checkpoint, preserve_rng_state=True)
+
+
 @pytest.mark.parametrize(
     "module, settings, words",
     [
+        (Checkpointed, {}, "gradient checkpointing that saves random states: .*'preserve_rng_state': False"),
         (Toy, {"accumulate_grad_batches": 2}, "accumulate_grad_batches is 2.*inside training_step"),
         (Toy, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "accumulate_grad_batches changes by a callback"),
         (Manual, {}, "automatic_optimization = True"),

@@ -196,7 +196,7 @@ class Between(TrainerCallback):
 
 def test_what_cannot_be_captured_is_one_list(tmp_path, monkeypatch):
     settings = {"lr_scheduler_type": "reduce_lr_on_plateau", "optim": "adafactor", "torch_empty_cache_steps": 3}
-    settings |= {"eval_strategy": "steps", "eval_steps": 5}
+    settings |= {"eval_strategy": "steps", "eval_steps": 5, "gradient_checkpointing": True}
     trainer = make(GraphedTrainer, tmp_path, callbacks=[Inside(), Between()], **settings)
     trainer.is_model_parallel = True
     trainer.args.fp16 = True
@@ -212,6 +212,7 @@ def test_what_cannot_be_captured_is_one_list(tmp_path, monkeypatch):
         "several devices",
         "scheduler that reads losses",
         "Adafactor, which is neither capturable nor fused",
+        "gradient_checkpointing that saves random states",
         "torch_empty_cache_steps",
         "Inside.on_optimizer_step",
         "Between.on_substep_end",
