@@ -37,7 +37,6 @@ from graph_worth.capture.pool import CaptureError
 from graph_worth.your_step.graphed import graphed
 from graph_worth.your_step.libraries import CHECKPOINT, PRESERVES
 
-
 # What the loop counts between steps.
 _COUNTERS = {"current_epoch", "global_step", "is_last_batch"}
 _LIGHTNING = str(Path(lightning.__file__).parent)

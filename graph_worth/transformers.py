@@ -150,7 +150,8 @@ class GraphedTrainer(Trainer):
         args, version = self.args, tuple(map(int, transformers.__version__.split(".")[:2]))
         num_gpus = max(args.n_gpu, args.world_size)
         is_lomo, is_engine = "lomo" in str(args.optim).lower(), self.is_deepspeed_enabled or self.is_fsdp_enabled
-        saves_random = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(*PRESERVES)
+        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+        saves_random = args.gradient_checkpointing and checkpointing.get(*PRESERVES)
         groups = [] if is_lomo or is_engine else self.create_optimizer().param_groups
         name = type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__
         schedules = {type(self.lr_scheduler).__name__, getattr(args.lr_scheduler_type, "value", "")}

@@ -51,7 +51,6 @@ DOCTOR = "More lines: graph-worth doctor FILE.py:build"
 NUM_AGAIN = 3
 _PLAIN = (bool, int, float, str, type(None))
 _SCHEDULE = -1
-_TORCH = str(Path(torch.__file__).parent)
 _TWO_STREAMS = (
     "this program works on the default stream, and graphs need another one: replays beside it are up to 9 % "
     "slower where kernels take 4 us. Call graph_worth.one_stream() in the program's first line"
@@ -267,8 +266,7 @@ class graphed:
             result = shape.graph.replay(batch)
         except CaptureError as error:
             raise self._refusal_of(error) from None
-        for put, tensor in shape.binds.values():
-            put(tensor.detach().clone())
+        self._moving.put_back([(put, tensor.detach().clone()) for put, tensor in shape.binds.values()])
         return result
 
     @contextlib.contextmanager
@@ -371,7 +369,7 @@ class graphed:
             is_its = id(holder) in firsts
             if word in names_used(code) and (is_its or is_users_file(code.co_filename)):
                 source = self._source(code.co_filename)
-                line = source.reads(name, code, is_its or holder is None)
+                line = source.reads(name, code, is_its or holder is None or not firsts)
                 if line:
                     return source.at(line)
         return ""
@@ -403,9 +401,9 @@ class graphed:
             raise self._refusal_of(f"in a step {self._difference.removeprefix('since the capture ')}")
         # Where a compiler has inlined it, or another profiler was on, the code was not seen running.
         parts = [part for module in self._modules for part in module.modules()]
-        for code, first in [(_code_of(self.eager), None), *((_code_of(type(part).forward), part) for part in parts)]:
-            if code and not code.co_filename.startswith(_TORCH):
-                _note(self._codes, code, first)
+        for code, holder in [(_code_of(self.eager), None), *((_code_of(type(part).forward), part) for part in parts)]:
+            if code and is_noted(code.co_filename):
+                _note(self._codes, code, holder)
         sources = [(self._source(code.co_filename), code) for code in self._codes if is_users_file(code.co_filename)]
         for name in sorted(self._drawn):
             place = next((source.at(line) for source, _ in sources if (line := source.draws(name))), "")
@@ -415,11 +413,10 @@ class graphed:
             if place:
                 words = f"{name} goes from {old!r} to {new!r} between steps, and is read here: a replay keeps one value"
                 raise self._refusal_of(words, place)
-        for source, code in sources:
-            line = source.draws_next(code)
-            if line:
-                words = "the step draws from an iterator, and a replay draws nothing: hand over what it gives"
-                raise self._refusal_of(words, source.at(line))
+        place = next((source.at(line) for source, code in sources if (line := source.draws_next(code))), "")
+        if place:
+            words = "the step draws from an iterator, and a replay draws nothing: hand over what it gives"
+            raise self._refusal_of(words, place)
 
     def _capture(self, shape, batch):
         before = self._look(shape)

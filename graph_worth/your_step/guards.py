@@ -43,6 +43,7 @@ class Guards:
         self._optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
         # The tensors that the graph reads, whatever load_state_dict binds.
         self._kept = [{key: dict(table) for key, table in _tables(optimizer).items()} for optimizer in self._optimizers]
+        self._counts: tuple = ()
         self._look()
         self._of_optimizers = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in self._optimizers]
         tables = [module[name] for module in self._modules for name in ("_parameters", "_buffers")]
@@ -121,7 +122,8 @@ class Guards:
             return [hooks or {} for hooks in every]
 
         def replaced():
-            return [(m, key) for m, kind in zip(self._modules, self._kinds, strict=True) for key in m if _is_of(kind, key)]
+            pairs = zip(self._modules, self._kinds, strict=True)
+            return [(module, key) for module, kind in pairs for key in module if _is_of(kind, key)]
 
         kept = [*of_states(), *_END]
         hooked, methods, kinds = list(filter(None, hooks())), replaced(), list(dict.fromkeys(self._kinds))

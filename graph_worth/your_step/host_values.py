@@ -23,6 +23,7 @@ MOST_ITEMS = 1024
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _KEPT = (list, dict, deque)
+_CALLED = (types.FunctionType, types.MethodType, functools.partial)
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 _ENTERED_OTHERWISE = (type, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, types.FunctionType, types.ModuleType)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -168,24 +169,20 @@ class Reachable:
         self.sources: dict = {}
         self.holders: list[tuple] = []
         modules = [holder for holder in owned if isinstance(holder, torch.nn.Module)]
-        self._entered = {id(part) for module in modules for part in module.modules()} | set(map(id, owned))
+        # Optimizers have their own looks, and modules come last.
+        self._entered = {id(part) for module in modules for part in module.modules()}
+        self._entered |= {id(holder) for holder in owned if isinstance(holder, torch.optim.Optimizer)}
         self._waiting: deque = deque()
         self._scope: object = None
-        is_function = isinstance(step, (types.FunctionType, functools.partial))
-        roots = [("", getattr(step, "__func__", step))] if is_function or hasattr(step, "__func__") else []
-        roots += [] if is_function else [("self", getattr(step, "__self__", step))]
-        for name, root in roots:
-            # Objects that were handed over are looked into, too; modules as below.
-            self._entered -= set() if isinstance(root, torch.nn.Module) else {id(root)}
-            self._visit(name, root, None, _MOST_DEPTH)
+        self._visit("" if isinstance(step, _CALLED) else "self", step, None, _MOST_DEPTH)
         self._enter_waiting()
         for index, module in enumerate(modules):
             for path, part in module.named_modules():
-                self._enter_module(path, path or f"model {index}", part, _MOST_DEPTH)
+                self._enter_module(path or f"model {index}", part, _MOST_DEPTH)
         self._enter_waiting()
 
     def states(self, device: torch.device) -> dict:
-        """Return the states of random numbers by name; generators of torch count that draw on the host, beside a GPU."""
+        """Return the states of random numbers by name; of torch's generators those that draw on the host for a GPU."""
         sources = {name: source for name, source in self.sources.items() if _draws(source, device)}
         return random_states() | {name: hash(_state_of(source)) for name, source in sources.items()}
 
@@ -241,15 +238,14 @@ class Reachable:
         elif isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
             self.holders.append((name, value))
             for path, part in value.named_modules() if isinstance(value, torch.nn.Module) else ():
-                self._enter_module(f"{name}.{path}".rstrip("."), f"{name}.{path}".rstrip("."), part, depth)
+                self._enter_module(f"{name}.{path}".rstrip("."), part, depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._visit(name, part, None, depth)
-        elif isinstance(value, _CONTAINERS):
-            if len(value) <= MOST_ITEMS and not isinstance(value, (set, frozenset)):
-                for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                    put_child = None if isinstance(value, tuple) else functools.partial(value.__setitem__, key)
-                    self._visit(f"{name}[{key!r}]", child, put_child, depth)
+        elif isinstance(value, (list, tuple, dict, deque)) and len(value) <= MOST_ITEMS:
+            for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                put_child = None if isinstance(value, tuple) else functools.partial(value.__setitem__, key)
+                self._visit(f"{name}[{key!r}]", child, put_child, depth)
         children = attributes_of(value)
         if children or is_users_class(type(value)):
             self._enter_class(type(value), depth)
@@ -258,14 +254,14 @@ class Reachable:
             for key, child in children.items():
                 self._visit(f"{name}.{key}", child, functools.partial(setattr, value, key), depth)
 
-    def _enter_module(self, path, name, module, depth):
+    def _enter_module(self, name, module, depth):
         self._enter_class(type(module), depth)
         for key, value in list(vars(module).items()):
             if key not in _MODULE_OWN:
                 self._visit(f"{name}.{key}", value, functools.partial(setattr, module, key), depth)
         # Buffers are handed over; which tensor is one may change.
         for key, value in module.named_buffers(recurse=False):
-            self.tensors[f"{path}.{key}".lstrip(".")] = value
+            self.tensors[f"{name}.{key}"] = value
 
     def _enter_function(self, name, function, depth):
         if hasattr(function, "__wrapped__"):
@@ -273,8 +269,9 @@ class Reachable:
         code, scope = function.__code__, function.__globals__
         if not is_users_file(code.co_filename):
             return
-        is_step, start = not name, f"{name}." if name else ""
-        self._scope = scope if is_step else self._scope
+        start = f"{name}." if name else ""
+        # Names of the step's file go without their module's.
+        self._scope = self._scope or scope
         for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not bound yet
                 self._visit(start + key, cell.cell_contents, functools.partial(setattr, cell, "cell_contents"), depth)
@@ -297,12 +294,10 @@ class Reachable:
             if id(base) in self._entered or f"{base.__module__}.".startswith(("torch.", "builtins.")):
                 continue
             self._entered.add(id(base))
-            users = is_users_class(base)
+            kinds = (*_PLAIN, *_KEPT, *_FUNCTIONS) if is_users_class(base) else _PLAIN
             for key, value in list(vars(base).items()):
-                if not key.startswith("__") and (isinstance(value, _PLAIN) or users and isinstance(value, _KEPT)):
+                if isinstance(value, kinds) and (isinstance(value, _FUNCTIONS) or not key.startswith("__")):
                     self._visit(f"{base.__name__}.{key}", value, functools.partial(setattr, base, key), depth)
-                elif users and isinstance(value, _FUNCTIONS):
-                    self._visit(f"{base.__name__}.{key}", value, None, depth)
 
 
 def is_users_class(kind: type) -> bool:

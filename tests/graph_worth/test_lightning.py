@@ -235,7 +235,7 @@ class Checkpointed(Toy):
 
     def __init__(self):
         super().__init__()
-        self._gradient_checkpointing_func = functools.partial(torch.utils.checkpoint.checkpoint, preserve_rng_state=True)
+        self._gradient_checkpointing_func = functools.partial(print, preserve_rng_state=True)
 
 
 @pytest.mark.parametrize(
