@@ -404,19 +404,21 @@ class graphed:
         for code, holder in [(_code_of(self.eager), None), *((_code_of(type(part).forward), part) for part in parts)]:
             if code and is_noted(code.co_filename):
                 _note(self._codes, code, holder)
-        sources = [(self._source(code.co_filename), code) for code in self._codes if is_users_file(code.co_filename)]
+        codes = [code for code in self._codes if is_users_file(code.co_filename)]
         for name in sorted(self._drawn):
-            place = next((source.at(line) for source, _ in sources if (line := source.draws(name))), "")
+            sources = map(self._source, dict.fromkeys(code.co_filename for code in codes))
+            place = next((source.at(line) for source in sources if (line := source.draws(name))), "")
             raise self._refusal_of(f"the step draws from {name}: each replay would have the capture's numbers", place)
         for name, (old, new, holder) in self._changes.items():
             place = self._read_at(name, holder)
             if place:
                 words = f"{name} goes from {old!r} to {new!r} between steps, and is read here: a replay keeps one value"
                 raise self._refusal_of(words, place)
-        place = next((source.at(line) for source, code in sources if (line := source.draws_next(code))), "")
-        if place:
-            words = "the step draws from an iterator, and a replay draws nothing: hand over what it gives"
-            raise self._refusal_of(words, place)
+        for code in codes:
+            line = self._source(code.co_filename).draws_next(code) if "next" in names_used(code) else None
+            if line:
+                words = "the step draws from an iterator, and a replay draws nothing: hand over what it gives"
+                raise self._refusal_of(words, f"{code.co_filename}:{line}")
 
     def _capture(self, shape, batch):
         before = self._look(shape)

@@ -682,15 +682,19 @@ def test_a_number_that_the_loop_changes_in_the_first_calls_is_refused():
 def test_what_the_step_binds_to_a_name_is_that_of_its_replay(device):
     def change(training, loss):
         training.log["loss"] = loss.detach()
+        training.seen += 1
         return loss
 
     seen = {}
 
     def read(training, index):
         seen.setdefault(training, []).append(training.log.get("loss"))
+        # Beside the step, in the same file.
+        assert training.seen <= index
 
     eager, ours = (Training(device, change=change) for _ in range(2))
-    eager.log, ours.log = {}, {}
+    for training in (eager, ours):
+        training.log, training.seen = {}, 0
     assert_trains_alike(eager, ours, graphed_on(ours), batches(12), before=read)
     assert all(map(torch.equal, seen[eager][1:], seen[ours][1:]))
 
