@@ -14,14 +14,13 @@ from common.precision.fp8 import NoScaling
 from gpt3.config import Config, fit, require
 from gpt3.emulated_fp8 import EmulatedScaling
 from gpt3.model import Embedding, PlainLayer, attach_main_grads, initialise, split_dimension, te_layer
-from graph_worth import StaticInputs, Unsupported, section
+from graph_worth import StaticInputs, section
 from graph_worth.machine import host_state
 from graph_worth.parallel import collectives
 from graph_worth.parallel.host_messages import of_all_ranks
 
 SEED = 1234
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
-HELD_OUT_BATCHES = 4
 BUCKET_BYTES = 256 * 2**20
 
 
@@ -186,32 +185,6 @@ class State(History):
         self.losses[slot].copy_(self.loss)
         self.grad_norms[slot].copy_(self.adam.grad_norm)
 
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over HELD_OUT_BATCHES batches that no rank trains on: the log perplexity of a token.
-
-        Eager. FP8 rounds with the scales of training, which are put back with their history. Raises
-        Unsupported where the text is too short to hold any out, and where no process has all stages.
-        """
-        if self.config.pp > 1:
-            raise Unsupported("no evaluation over several stages: --pp 1")
-        state = [tensor for _, tensor in self.fp8.named_state()]
-        saved = [tensor.clone() for tensor in state]
-        # te: a fresh FP8 cast of the weights, for the cached one belongs to the graphs.
-        first = None if self.config.layer == "te" else True
-        loss = torch.zeros((), device=self.device)
-        batches = held_out_batches(self.config, self.ranks.dp)
-        with self.fp8.forward():
-            for batch in batches:
-                for tokens, targets in zip(batch["tokens"], batch["targets"], strict=True):
-                    hidden = self.embedding(tokens.to(self.device))
-                    for layer in self.layers:
-                        hidden = layer(hidden, is_first_microbatch=first)
-                    loss += self.embedding.loss(hidden, targets.to(self.device))
-        for tensor, value in zip(state, saved, strict=True):
-            tensor.copy_(value)
-        return float(loss) / (len(batches) * self.config.microbatches)
-
     def named_state(self):
         yield from self.named_parameters()
         yield from self.adam.named_state()
@@ -244,16 +217,6 @@ def training_batches(config, device, data_rank):
         batch = _batch(config, source.batch(index + data_rank * config.batches, count, config.sequence))
         batches.append({name: rows.pin_memory() if device.type == "cuda" else rows for name, rows in batch.items()})
     return batches
-
-
-def held_out_batches(config, data_ranks):
-    """Batches of the same shape from text that none of `training_batches` contains, the same on every rank."""
-    source, count = token_files.open_tokens(config.data), config.microbatches * config.microbatch
-    try:
-        rows = source.held_out(HELD_OUT_BATCHES * count, config.sequence, config.batches * data_ranks, count)
-    except LookupError as error:
-        raise Unsupported(str(error)) from None
-    return [_batch(config, part) for part in rows.reshape(HELD_OUT_BATCHES, count, -1)]
 
 
 def _batch(config, rows):
@@ -302,14 +265,3 @@ def _te_fault(config):
     from common.precision.transformer_engine import te_fault
 
     return te_fault(fp8=config.precision == "fp8")
-
-
-def hyperparameters(config: Config, data_ranks: int) -> dict:
-    return Hyperparameters(lr=config.lr, **ADAM).mllog(
-        seed=SEED,
-        samples=config.microbatches * config.microbatch * data_ranks,
-        microbatches=config.microbatches,
-        sequence=config.sequence,
-        batches=config.batches,
-        held_out=HELD_OUT_BATCHES * config.microbatches * config.microbatch,
-    )

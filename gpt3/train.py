@@ -85,7 +85,7 @@ from typing import NamedTuple
 import torch
 
 from common.flops import CAUSAL_HALF, peak_flops
-from gpt3.state import State, hyperparameters, resolve
+from gpt3.state import State, resolve
 
 # A Pool holds graphs that share memory; without a GPU host graphs stand in for them. section names a part of the step
 # in a profile, at a mark the harness times the host. In a capture both do nothing.
@@ -307,7 +307,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         grad_norms=state.read_grad_norms,
         named_state=state.named_state,
         reset=state.reset,
-        evaluate=state.evaluate,
         items=config.sequence * config.microbatch * config.microbatches // (state.ranks.tp * state.ranks.pp),
         unit="tokens",
         flops=step_flops(config),
@@ -315,7 +314,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         peak_flops=peak_flops(gpu, config.precision),
         card=card(config, data_ranks, on_gpu=device.type == "cuda"),
         notes=notes,
-        hyperparameters=hyperparameters(config, data_ranks),
     )
 
 

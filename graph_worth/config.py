@@ -6,7 +6,7 @@ the command line are answered in a fraction of a second, on machines without tor
 
     args = parse("gpt3", Config, PRESETS, variants)
     args.config      the preset with the fields given on the command line replaced
-    args.run         what concerns this run only: variant, steps, parity, record, mllog, profile
+    args.run         what concerns this run only: variant, steps, parity, record, profile
     args.variants    the variants, by name
 """
 
@@ -65,7 +65,6 @@ class RunOptions:
         False, "deterministic kernels, every step hashed (20 unless --steps says otherwise), nothing timed"
     )
     record: str = option("", "write what came of it as JSON", metavar="PATH")
-    mllog: str = option("", "write :::MLLOG lines of the run (-: to stdout)", metavar="PATH")
     profile: str = option("", "time nothing, trace a few steps for a viewer (.json)", metavar="PATH")
     worker: str = option("", "used by make bench: do what the process that listens here says", metavar="SOCKET")
 
@@ -74,10 +73,10 @@ class RunOptions:
         require_steps("--steps", self.steps)
         if self.profile and not self.profile.endswith(".json"):
             raise ValueError(f"--profile {self.profile}: takes a path that ends in .json")
-        if bool(self.mllog) + bool(self.profile) + self.parity > 1:
-            raise ValueError("--parity, --mllog and --profile are runs of their own: take one of them")
-        for flag, path in (("--record", self.record), ("--mllog", self.mllog), ("--profile", self.profile)):
-            if path and not (path == "-" and flag == "--mllog"):
+        if self.profile and self.parity:
+            raise ValueError("--parity and --profile are runs of their own: take one of them")
+        for flag, path in (("--record", self.record), ("--profile", self.profile)):
+            if path:
                 require_writable(flag, Path(path))
 
 

@@ -63,7 +63,6 @@ class Training:
         compared: compared() is a context of the steps whose losses and state are compared with another variant's.
         apart: apart(variant) says how its training leaves eager's where their bits differ, "" where by roundings alone;
             None where it cannot tell. Of a variant that declares no parity.
-        evaluate: mean loss over held-out batches, for --mllog; it leaves the training state as it is.
         finish: work after a training by hand, such as saving a file; returns lines for a person.
         close: releases data workers and files; what it returns is written by --record.
         config: the config as it can run here, where it differs from the request.
@@ -75,7 +74,6 @@ class Training:
         peak_flops: of the GPU in this precision, FLOP/s.
         card: lines about what runs.
         notes: lines about differences from the request.
-        hyperparameters: MLPerf's key -> value for --mllog; global_batch_size is required there.
     """
 
     state: Any
@@ -88,7 +86,6 @@ class Training:
     grad_norms: Callable[[int], list[float]] = lambda count: []
     compared: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     apart: Callable[[Any], str | None] | None = None
-    evaluate: Callable[[], float] | None = None
     finish: Callable[[], list[str]] | None = None
     close: Callable[[], dict | None] | None = None
     config: Any = None
@@ -100,7 +97,6 @@ class Training:
     peak_flops: float | None = None
     card: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    hyperparameters: dict = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------

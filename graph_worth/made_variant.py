@@ -148,7 +148,7 @@ class MadeVariant(Protocol):
     One that changes the state or torch for its steps, as torch.compile replaces functions of the model, has `enter` and
     `leave` as well: its constructor leaves everything as eager needs it, and variants alternate on one state. One that
     runs some steps again in another way, as where a fixed buffer was too small, has `counted`: "steps" since the last
-    call, how many were "reruns", and "rerun_ms", their mean or None. One that captured the evaluation has `evaluate`.
+    call, how many were "reruns", and "rerun_ms", their mean or None.
     """
 
     capture: Capture

@@ -70,9 +70,7 @@ class Config(Parallel, Timing):
         "whole: a window is one causal sequence, as in MLPerf; separate: its documents do not see each other",
         ("whole", "separate"),
     )
-    data: str = option(
-        "", "packed rows: a file, or a folder of train and validation files (empty: the Python standard library)"
-    )
+    data: str = option("", "packed rows: a file, or a folder of train files (empty: the Python standard library)")
     checkpoint: str = option("", "folder of a Hugging Face Llama (empty: random weights)")
     save_adapter: str = option("", "new folder for the trained adapter, in PEFT's format (empty: none)")
     batches: int = option(8, "different windows that rotate")

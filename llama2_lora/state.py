@@ -33,7 +33,6 @@ from llama2_lora.weights.frozen import FrozenWeights
 SEED = 1234
 # MLPerf Training v5.0, llama2_70b_lora: NVIDIA's configs.
 ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4, "clip": 0.3}
-HELD_OUT_WINDOWS = 4
 # Each rank counts its steps, which select the masks of dropout, from a number this far from the next rank's.
 RANK_STEPS = 1_000_003
 
@@ -57,7 +56,7 @@ class State(History):
         # Names of the groups of ranks that share a window, and of those that each have their own.
         groups = make_groups(self.ranks, device.type)
         self.context, self.data, self.tensor = groups.context, groups.data, TensorRanks(groups.tensor)
-        self.windows = open_windows(config, self.place.data_rank, self.ranks.dp, HELD_OUT_WINDOWS)
+        self.windows = open_windows(config, self.place.data_rank, self.ranks.dp)
         self.batches = [self._host_batch(self.windows.batch(index)) for index in range(config.batches)]
         self.inputs = StaticInputs({name: tensor.to(device, copy=True) for name, tensor in self.batches[0].items()})
         formats = Formats.of(config)
@@ -134,23 +133,6 @@ class State(History):
             # Each rank has the part of its tokens.
             collectives.all_reduce_sum_(self.losses[slot], self.context)
         self.grad_norms[slot].copy_(self.adam.grad_norm)
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss of a token over HELD_OUT_WINDOWS windows that no rank trains on, without dropout. Eager.
-
-        Raises Unsupported if the text is too short to hold any out.
-        """
-        if not self.windows.num_held_out:
-            raise Unsupported(f"{self.windows.name} is too short to hold windows out")
-        loss = 0.0
-        for index in range(self.windows.num_held_out):
-            self.inputs.load(self._host_batch(self.windows.held_out(index)))
-            self.stack.evaluate()
-            part = self.stack.loss.clone()
-            collectives.all_reduce_sum_(part, self.context)
-            loss += float(part)
-        return loss / self.windows.num_held_out
 
     def finish(self) -> list[str]:
         """Save the trained adapter. Returns a line that says so."""
@@ -234,19 +216,6 @@ def _opened(config, shard):
     from common.data.checkpoint import open_checkpoint
 
     return open_checkpoint(config.checkpoint, config, shard=shard)
-
-
-def hyperparameters(config: Config, data_ranks: int) -> dict:
-    """MLPerf's names -> values of this training, for --mllog."""
-    numbers = Hyperparameters(lr=config.learning_rate, **ADAM).mllog(
-        seed=SEED,
-        samples=data_ranks,
-        microbatches=1,
-        sequence=config.sequence,
-        batches=config.batches,
-        held_out=HELD_OUT_WINDOWS,
-    )
-    return numbers | {"lora_rank": config.rank, "lora_alpha": config.alpha}
 
 
 def operators_for(device) -> type[Operators]:

@@ -97,7 +97,7 @@ from common.flops import CAUSAL_HALF, peak_flops
 # section names a part of the step in a profile, at a mark the harness times the host. In a capture both do nothing.
 from graph_worth import Capture, Unsupported, mark, section, session
 from llama2_lora.plan import card
-from llama2_lora.state import State, hyperparameters, resolve
+from llama2_lora.state import State, resolve
 
 # Layers between two marks: some 400 launches.
 MARK_EVERY = 16
@@ -272,7 +272,6 @@ class GraphedStep:
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:
-    data_ranks = config.ranks(ranks.world_size).dp
     kind = ranks.traits.get("layer", config.layer)  # of the layers: a variant may have a kind of its own
     config, notes = resolve(config, ranks.preset, kind, device)  # as many layers as fit, and what they keep
     state = State(config, device, kind, ranks.rank, ranks.world_size)
@@ -284,7 +283,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         grad_norms=state.read_grad_norms,
         named_state=state.named_state,
         reset=state.reset,
-        evaluate=state.evaluate,
         finish=state.finish,
         items=config.tokens / config.tp,
         unit="tokens",
@@ -293,7 +291,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         peak_flops=peak_flops(gpu, config.precision),
         card=card(config, kind, on_gpu=device.type == "cuda"),
         notes=[*notes, *state.notes],
-        hyperparameters=hyperparameters(config, data_ranks),
     )
 
 

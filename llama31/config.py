@@ -297,10 +297,6 @@ def require_capturable(config: Config, variant: str, environment) -> None:
 def require_runnable(args) -> None:
     """ValueError in one line where these `graph_worth.config.Arguments` cannot be run, whatever the device."""
     require_capturable(args.config, args.run.variant, os.environ)
-    if args.run.mllog and len(set(args.config.counts)) > 1:
-        raise ValueError(f"--mllog counts the same samples in each step: leave out --ramp {args.config.ramp}")
-    if args.run.mllog and args.config.optimizer == "none":
-        raise ValueError("--mllog is of a training: leave out --optimizer none")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import make_groups
 from graph_worth import StaticInputs, Unsupported, mark, section
 from graph_worth.parallel import collectives
-from llama31 import validation
 from llama31.config import Config, layers_of_stages
 from llama31.device import open_checkpoint, recipe_of, require_precision
 from llama31.memory.plan import make_plan
@@ -72,9 +71,7 @@ class State(History):
         count = config.microbatches * config.microbatch
         length = config.sequence // config.share_cp
         self.batches = [self._batch(self.source.batch(first + i, count, length)) for i in range(config.batches)]
-        self.held_out = self._held_out()
-        if config.validate_every:
-            self.require_held_out()
+        self.held_out = self._held_out() if config.validate_every else None
         self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in self.batches[0].items()})
         self.adam = self._make_adam()
         self.reset()
@@ -233,12 +230,7 @@ class State(History):
 
     def begin_validation(self) -> None:
         """Copy the held-out batch into the static buffers."""
-        self.require_held_out()
         self.inputs.load(self.held_out)
-
-    def require_held_out(self) -> None:
-        if self.held_out is None:
-            raise Unsupported(f"{self.source.name} is too short to hold a batch out")
 
     def validates(self, index: int) -> bool:
         """Return whether a validation belongs to step `index`."""
@@ -247,11 +239,6 @@ class State(History):
 
     # ------------------------------------------------------------------------------------------------
     # What a run asks of any state
-
-    def evaluate(self) -> float:
-        """Mean loss of the held-out batch, eager. Raises Unsupported where the text is too short to hold one out."""
-        validation.validate(self)
-        return float(self.validation_loss)
 
     def reset(self):
         torch.manual_seed(SEED)
@@ -292,7 +279,7 @@ class State(History):
         try:
             rows = self.source.held_out(count, c.sequence // c.share_cp, c.batches * self.ranks.dp, count)
         except LookupError:
-            return None
+            raise Unsupported(f"{self.source.name} is too short to hold a batch out") from None
         return self._batch(rows)
 
     def _batch(self, rows):
@@ -309,17 +296,3 @@ class State(History):
 def _require_number(what, value):
     if not torch.isfinite(value):
         raise FloatingPointError(f"{what} is {float(value.detach())}: lower --lr, or see the data of this step")
-
-
-def hyperparameters(config: Config, data_ranks: int) -> dict:
-    """Return the hyperparameters of this training for the MLPerf log."""
-    # The first step's number of microbatches: a log is not written where others have another one.
-    microbatches = config.counts[0]
-    return Hyperparameters(lr=config.lr, **ADAM).mllog(
-        seed=SEED,
-        samples=microbatches * config.microbatch * data_ranks,
-        microbatches=microbatches,
-        sequence=config.sequence,
-        batches=config.batches,
-        held_out=config.microbatches * config.microbatch,
-    )

@@ -82,7 +82,7 @@ from graph_worth import Capture, mark, section, session
 from graph_worth.parallel import collectives
 from llama31.device import card, resolve
 from llama31.pipeline import stage as pipeline
-from llama31.state import State, hyperparameters
+from llama31.state import State
 from llama31.validation import GraphedValidation, validate
 
 # ------------------------------------------------------------------------------------------------
@@ -206,10 +206,6 @@ class GraphedPass:
         with section("replay"):
             self.graphs[0].replay()
         mark()
-
-    def evaluate(self) -> float:
-        """The validation, for a log: by its graph."""
-        return self.validation.evaluate()
 
     def replays_of(self, index: int) -> int:
         return 1 + self.state.validates(index)
@@ -335,7 +331,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         named_state=state.named_state,
         reset=state.reset,
         batch_class=state.batch_class,
-        evaluate=state.evaluate,
         items=tokens_per_step(config),
         unit="tokens",
         flops=flops_per_step(config),
@@ -343,7 +338,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         peak_flops=peak_flops(gpu, config.precision),
         card=card(config, device, data_ranks),
         notes=[*notes, *state.notes],
-        hyperparameters=hyperparameters(config, data_ranks),
     )
 
 

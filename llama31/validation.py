@@ -28,8 +28,3 @@ class GraphedValidation:
         with section("validation"):
             self.graph.replay()
         self.state.mean_loss(self.state.validation_losses, self.state.validation_loss)
-
-    def evaluate(self) -> float:
-        """The loss, read on the host."""
-        self.run()
-        return float(self.state.validation_loss)

@@ -257,13 +257,3 @@ class Ends(nn.Module):
         """Mean cross-entropy times scale; its backward takes the gradient 1."""
         y = F.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.eps)
         return _LossOfLogits.apply(y, self.head, targets, scale, self.accumulation)
-
-    def mean_loss(self, hidden, targets):
-        """Mean cross-entropy, without gradients."""
-        parts = [slice(start, start + LOSS_TOKENS) for start in range(0, len(hidden), LOSS_TOKENS)]
-        losses = [F.cross_entropy(self.logits(hidden[part]).float(), targets[part], reduction="sum") for part in parts]
-        return torch.stack(losses).sum() / len(hidden)
-
-    def logits(self, hidden):
-        """[t, vocab]."""
-        return F.linear(F.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.eps), self.head)

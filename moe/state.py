@@ -14,7 +14,7 @@ from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
 from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import fill_
-from graph_worth import StaticInputs, Unsupported, mark, section
+from graph_worth import StaticInputs, mark, section
 from graph_worth.machine import host_state
 from graph_worth.parallel import collectives
 from graph_worth.parallel.host_messages import of_all_ranks
@@ -176,25 +176,6 @@ class State(History):
     # ------------------------------------------------------------------------------------------------
     # What a run asks of any state
 
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss of a held-out batch, eager. Raises Unsupported where the text is too short to hold one out."""
-        c = self.config
-        try:
-            rows = self.source.held_out(*self._sizes, c.batches, self._sizes[0])
-        except LookupError:
-            raise Unsupported(f"{self.source.name} is too short to hold a batch out") from None
-        self.inputs.load(self._batch(c.batches, rows))
-        losses = []
-        for microbatch in range(c.microbatches):
-            inputs, hidden = self.inputs_of(microbatch), self.embed(microbatch)
-            for number in range(c.layers):
-                hidden = self.run_layer(number, hidden, inputs)
-            losses.append(self.ends.mean_loss(hidden, self.inputs["targets"][microbatch]))
-        mean = torch.stack(losses).mean()
-        collectives.all_reduce_mean_(mean)
-        return float(mean)
-
     def reset(self):
         torch.manual_seed(SEED)
         self._initialise()
@@ -304,19 +285,6 @@ def positions(bounds: np.ndarray) -> np.ndarray:
     """int64 [sequence]: the place of each token in its document."""
     places = np.arange(bounds[-1])
     return places - bounds[np.searchsorted(bounds, places, side="right") - 1]
-
-
-def hyperparameters(config: Config) -> dict:
-    """Return the hyperparameters of this training for the MLPerf log."""
-    samples = config.microbatches * config.microbatch * config.ep
-    return Hyperparameters(lr=config.lr, **ADAM).mllog(
-        seed=SEED,
-        samples=samples,
-        microbatches=config.microbatches,
-        sequence=config.sequence,
-        batches=config.batches,
-        held_out=samples,
-    )
 
 
 def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:

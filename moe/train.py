@@ -89,7 +89,7 @@ from graph_worth import Capture, mark, section, session
 from moe.exchange import require_capturable
 from moe.kernels.order import RowPlan
 from moe.kernels.routing import Routed
-from moe.state import State, hyperparameters, resolve
+from moe.state import State, resolve
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step
@@ -383,7 +383,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         grad_norms=state.read_grad_norms,
         named_state=state.named_state,
         reset=state.reset,
-        evaluate=state.evaluate,
         close=state.close,
         items=config.tokens * config.microbatches,
         unit="tokens",
@@ -393,7 +392,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         peak_flops=flops.peak_flops(gpu, "bf16"),
         card=moe_config.card(config, flops_per_step),
         notes=[*notes, *state.notes],
-        hyperparameters=hyperparameters(config),
     )
 
 

@@ -7,21 +7,18 @@ import torch
 
 from common.optimizers.loss_scaler import LossScaler
 from common.step_report import ScaledReport
-from graph_worth import Unsupported, section
+from graph_worth import section
 from graph_worth.machine import memory
 from rnnt import config as rnnt_config
 from rnnt.config import GENERATED, Config
 from rnnt.data import buckets
-from rnnt.data.batches import Batch, Inputs
+from rnnt.data.batches import Inputs
 from rnnt.data.synthetic import Synthetic, typical_lengths
 from rnnt.decoding import word_error_rate
 from rnnt.lamb import Lamb
-from rnnt.loss import transducer_loss
 from rnnt.model import RNNT, flatten, initialise
 
 SEED = 1234
-HELD_OUT_SEED = 4321
-HELD_OUT_BATCHES = 4
 
 
 class State:
@@ -100,21 +97,6 @@ class State:
         with section("report"):
             self.report.end_step(index)
 
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss of the averaged weights over HELD_OUT_BATCHES batches that no rank trains on, without dropout."""
-        if self.config.data not in GENERATED:
-            raise Unsupported("all utterances of the folder are trained on: no loss of held-out ones")
-        source = self.open_source(0, 1, HELD_OUT_SEED, training=False)
-        total = torch.zeros((), device=self.device)
-        with self.averaged():
-            for _ in range(HELD_OUT_BATCHES):
-                batch = Batch(*(tensor.to(self.device) for tensor in source.next()))
-                f, lengths = self.model.encoder(batch.features, batch.feature_lengths)
-                logits = self.model.joint(f, self.model.prediction(batch.tokens))
-                total += transducer_loss(logits, batch.tokens, lengths, batch.token_lengths, self.blank).mean()
-        return float(total) / HELD_OUT_BATCHES
-
     @contextlib.contextmanager
     def averaged(self):
         """In the block the parameters hold the averaged weights, in place, and dropout is off."""
@@ -151,23 +133,6 @@ class State:
         """
         period = self.source.period
         return index % period if period else min(index, self.config.min_steps)
-
-    def hyperparameters(self) -> dict:
-        c = self.config
-        return {
-            "seed": SEED,
-            "global_batch_size": c.batch * self.world_size,
-            "gradient_accumulation_steps": 1,
-            "opt_name": "lamb",
-            "opt_base_learning_rate": c.lr,
-            "opt_lamb_learning_rate_warmup_steps": c.lr_warmup,
-            "opt_lamb_beta_1": c.beta1,
-            "opt_lamb_beta_2": c.beta2,
-            "opt_lamb_epsilon": c.eps,
-            "opt_lamb_weight_decay_rate": c.weight_decay,
-            "train_samples": self.source.num_samples,
-            "eval_samples": HELD_OUT_BATCHES * c.batch if c.data in GENERATED else 0,
-        }
 
 
 def nominal_flops(config: Config) -> float:

@@ -378,7 +378,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         reset=state.reset,  # in place, since graphs hold addresses
         skip=state.inputs.skip,
         batch_class=state.batch_class,
-        evaluate=state.evaluate,
         finish=state.finish,
         close=state.close,
         items=config.batch,
@@ -388,7 +387,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         peak_flops=peak_flops(gpu, config.precision),
         card=card(config, device.type, flops),
         notes=notes(config, device.type),
-        hyperparameters=state.hyperparameters(),
     )
 
 

@@ -4,7 +4,6 @@ import contextlib
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.optimizers.adam import Adam
@@ -12,7 +11,7 @@ from common.optimizers.hyperparameters import Hyperparameters
 from common.optimizers.loss_scaler import LossScaler
 from common.parallel.buckets import GradientBuckets
 from common.step_report import ScaledReport
-from graph_worth import DoubleBuffered, Unsupported, section
+from graph_worth import DoubleBuffered, section
 from graph_worth.machine import memory
 from stable_diffusion.config import LATENT_SCALE, TIMESTEPS, Config, learning_rate, predicted_bytes
 from stable_diffusion.data.batches import Batches
@@ -26,7 +25,6 @@ ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Below it the smallest feature map has one pixel, and cuDNN's gradients of its weights are not channels_last.
 LEAST_SIZE = 16
-HELD_OUT_BATCHES = 4
 BUCKET_BYTES = 288 * 10**6  # the submission's bucket_cap
 CACHE = Path(__file__).resolve().parent.parent / "runs" / ".cache" / "stable_diffusion"
 
@@ -55,8 +53,8 @@ class State:
         self.adam = Adam(self.parameters, Hyperparameters(lr=config.lr, **ADAM), scaler=self.scaler)
         self.reduced = [torch.zeros_like(parameter) for parameter in self.parameters] if world_size > 1 else None
         self.buckets = GradientBuckets(self.reduced, BUCKET_BYTES) if world_size > 1 else None
-        samples, self.held_out = _samples(config)
-        self.hyperparameters = {"train_samples": len(samples), "eval_samples": len(self.held_out or ())}
+        sizes = (config.latent_size, config.context_tokens, config.context_dim)
+        samples = Samples(config.data or ensure_generated(CACHE, *sizes), *sizes)
         self.batches = Batches(samples, config.batch, rank, world_size, config.workers, device.type == "cuda", SEED)
         buffers = {
             name: torch.zeros((config.batch, *shape), dtype=self.batches.dtypes[name], device=device)
@@ -118,25 +116,6 @@ class State:
         with section("report"):
             self.report.end_step(index)
 
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Mean loss over HELD_OUT_BATCHES batches that no rank trains on, eager, with the same draws each time.
-
-        Raises Unsupported where the data is too little to hold any out.
-        """
-        if self.held_out is None:
-            raise Unsupported(f"too few samples to hold {HELD_OUT_BATCHES} batches out")
-        batches = Batches(self.held_out, self.config.batch, seed=SEED)
-        loss = torch.zeros((), device=self.device)
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(SEED)
-            for _ in range(HELD_OUT_BATCHES):
-                batch = {name: tensor.to(self.device) for name, tensor in batches.next().items()}
-                x, t, target = self.noisy_latents(batch["moments"])
-                loss += F.mse_loss(self.unet(x, t, batch["context"]), target)
-        batches.close()
-        return float(loss) / HELD_OUT_BATCHES
-
     def named_state(self):
         yield from zip(self.names, self.parameters, strict=True)
         yield from self.adam.named_state()
@@ -148,28 +127,3 @@ def schedule(device):
     betas = torch.linspace(0.00085**0.5, 0.012**0.5, TIMESTEPS, dtype=torch.float64) ** 2
     alphas = torch.cumprod(1.0 - betas, dim=0)
     return alphas.sqrt().float().to(device), (1.0 - alphas).sqrt().float().to(device)
-
-
-def _samples(config):
-    """(samples to train on, the last ones, held out), or (all, None) where holding out would take over an eighth."""
-    sizes = (config.latent_size, config.context_tokens, config.context_dim)
-    samples = Samples(config.data or ensure_generated(CACHE, *sizes), *sizes)
-    count = HELD_OUT_BATCHES * config.batch
-    if 8 * count > len(samples):
-        return samples, None
-    return samples.part(0, len(samples) - count), samples.part(len(samples) - count, len(samples))
-
-
-def hyperparameters(config: Config, world_size: int) -> dict:
-    return {
-        "seed": SEED,
-        "global_batch_size": config.batch * world_size,
-        "gradient_accumulation_steps": 1,
-        "opt_name": "adamw",
-        "opt_base_learning_rate": config.lr,
-        "opt_learning_rate_warmup_steps": config.lr_warmup,
-        "opt_adamw_beta_1": ADAM["betas"][0],
-        "opt_adamw_beta_2": ADAM["betas"][1],
-        "opt_adamw_epsilon": ADAM["eps"],
-        "opt_adamw_weight_decay": ADAM["weight_decay"],
-    }

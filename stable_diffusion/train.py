@@ -76,7 +76,7 @@ from common import flops
 from graph_worth import Capture, mark, section, session
 from graph_worth.machine import host_state
 from stable_diffusion.data import shards
-from stable_diffusion.state import State, hyperparameters
+from stable_diffusion.state import State
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step
@@ -220,7 +220,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         named_state=state.named_state,
         reset=state.reset,  # the seeded start, in place: graphs hold addresses
         skip=state.inputs.skip,
-        evaluate=state.evaluate,
         close=state.close,
         items=config.batch,
         flops=config.batch * flops_per_sample(config),
@@ -228,7 +227,6 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         peak_flops=flops.peak_flops(torch.cuda.get_device_name(device) if on_gpu else "", config.precision),
         card=card(config, on_gpu),
         notes=[] if config.zero_init else ["last layers of residual branches start small, not at zero"],
-        hyperparameters=hyperparameters(config, ranks.world_size) | state.hyperparameters,
     )
 
 

@@ -22,31 +22,3 @@ class Hyperparameters:
     eps: float
     weight_decay: float
     clip: float = math.inf
-
-    def mllog(self, *, seed: int, samples: int, microbatches: int, sequence: int, batches: int, held_out: int) -> dict:
-        """Return the hyperparameters of a training at a constant learning rate by the names of an MLPerf log.
-
-        Args:
-            seed: Of the training.
-            samples: Sequences of a step, over all ranks.
-            microbatches: Of a step.
-            sequence: Tokens of a sequence.
-            batches: Batches that rotate.
-            held_out: Sequences of an evaluation.
-        """
-        return {
-            "seed": seed,
-            "global_batch_size": samples,
-            "gradient_accumulation_steps": microbatches,
-            "max_sequence_length": sequence,
-            "train_samples": samples * batches,
-            "eval_samples": held_out,
-            "opt_name": "adamw",
-            "opt_base_learning_rate": self.lr,
-            "opt_learning_rate_decay_schedule": "constant",
-            "opt_adamw_beta_1": self.betas[0],
-            "opt_adamw_beta_2": self.betas[1],
-            "opt_adamw_epsilon": self.eps,
-            "opt_adamw_weight_decay": self.weight_decay,
-            "opt_gradient_clip_norm": self.clip,
-        }

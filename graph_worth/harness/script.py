@@ -10,7 +10,7 @@ from graph_worth.harness.command import Mistake
 
 DESCRIBE_LIMIT_S = 120
 RESERVED_FLAGS = {"--preset", "--variant", "--steps", "--record", "--parity", "--describe"}
-RESERVED_FLAGS |= {"--mllog", "--profile", "--worker"}
+RESERVED_FLAGS |= {"--profile", "--worker"}
 # Eager once more, beside eager: it shows how far two equal programs differ on this host.
 CONTROL = "control"
 

@@ -24,11 +24,11 @@ from graph_worth import made_variant as variants
 from graph_worth.contract import Training
 from graph_worth.files import json_line, write_text
 from graph_worth.machine import environment, memory
-from graph_worth.made_variant import MadeVariant, Unsupported
+from graph_worth.made_variant import MadeVariant
 from graph_worth.measuring import marks, parity, torch_settings
 from graph_worth.parallel.host_messages import barrier, of_all_ranks
 from graph_worth.script import console
-from graph_worth.script.step_checks import as_eager, broken_promise, compare_with_eager
+from graph_worth.script.step_checks import broken_promise, compare_with_eager
 
 PARITY_STEPS = 20
 
@@ -44,13 +44,11 @@ def run(model):
         "message" says why.
     """
     result, rank = _blank(model), model.rank
-    log = _log_of(model)
     if rank == 0:
         console.print_head(result)
-    log.begin(result)
     end = functools.partial(_end, result, model, rank)
     with _agreement_of(model, end) as ranks:
-        loop = Loop(model, ranks, log, result)
+        loop = Loop(model, ranks, result)
         try:
             with contextlib.ExitStack() as settings:
                 settings.enter_context(garbage.of_run())
@@ -65,7 +63,6 @@ def run(model):
                     loop.read()
                 loop.finish()
         except variants.Refused:
-            log.finish(result)
             raise
         except Exception as error:
             loop.stop()
@@ -74,25 +71,16 @@ def run(model):
         ranks.tell(result["status"], result["message"])
         ranks.enter("close")
         loop.close()
-        log.finish(result)
         ranks.tell(result["status"], result["message"])
         end()
     return result
 
 
 class _Nothing:
-    """Stands in for the log of a run without --mllog and for the agreement of one rank: every method does nothing."""
+    """Stands in for the agreement of one rank: every method does nothing."""
 
     def __getattr__(self, name):
         return lambda *arguments, **named: None
-
-
-def _log_of(model):
-    if not model.options.mllog or model.rank > 0:
-        return _Nothing()
-    from graph_worth.script.mllog import Log
-
-    return Log(model.options.mllog)
 
 
 def _agreement_of(model, on_fault):
@@ -108,7 +96,7 @@ def _blank(model):
     unknown = (
         "strategy warmup_s compile_s capture_s graphs replays expected_replays ms seconds items_per_s batch_classes"
     )
-    unknown += " eval_loss num_tensors memory reserved_bytes graph_pool_bytes promised_graphs promised_replays"
+    unknown += " num_tensors memory reserved_bytes graph_pool_bytes promised_graphs promised_replays"
     return {
         "status": "failed",
         "message": "",
@@ -169,9 +157,9 @@ class Loop:
     training: Training
     variant: MadeVariant
 
-    def __init__(self, model, ranks, log, result: dict):
+    def __init__(self, model, ranks, result: dict):
         self.model, self.options, self.device = model, model.options, model.device
-        self.rank, self.ranks, self.log, self.result = model.rank, ranks, log, result
+        self.rank, self.ranks, self.result = model.rank, ranks, result
         self.name = "parity" if self.options.parity else "profile" if self.options.profile else "steps"
         self.count, self.made, self.replays = 0, 0, 0
         self._times: dict[str, Any] = {}
@@ -191,7 +179,6 @@ class Loop:
 
     def _plain(self):
         self.count = self.options.steps or self.model.config.min_steps
-        self.log.end_init(self.variant.capture)
         gc.collect()
         gc.disable()
         try:
@@ -203,7 +190,7 @@ class Loop:
                 yield index
                 stamps.append(_stamp(self.device))
             variants.synchronize()
-            self._times = {"stamps": stamps, "start_s": start_s, "wall_s": time.monotonic() - start_s}
+            self._times = {"stamps": stamps, "wall_s": time.monotonic() - start_s}
         finally:
             gc.enable()
 
@@ -237,7 +224,6 @@ class Loop:
         with self.phase("build"):
             self.training = training = model.build()
         self.result.update(config=vars(model.config).copy(), notes=[*training.notes, *training.flops_notes])
-        self.log.say(training.hyperparameters)
         for line in [*training.card, *self.result["notes"], f"making {options.variant}"]:
             self._tell(line)
         with self.phase("capture"):
@@ -295,14 +281,13 @@ class Loop:
             batch_classes=len({self.training.batch_class(index) for index in range(count)}),
             items_per_s=self.training.items / ms * 1e3,
         )
-        self.log.steps(step_ms, self.result["losses"], self._times["start_s"], wall_s)
 
     def finish(self) -> None:
-        """Judge the steps, and do what follows a training: an evaluation for the log, and the script's own."""
+        """Judge the steps, and do what follows a training: what the script does behind it."""
         parity.require_finite(self.result["losses"])
         if self.name == "steps":
             with self.phase("afterwards"):
-                self._afterwards()
+                self.result["said"] += self.training.finish() if self.training.finish else []
         faults = of_all_ranks(broken_promise(self.result))
         first = next((rank for rank, fault in enumerate(faults) if fault), None)
         if first is None:
@@ -310,21 +295,6 @@ class Loop:
             return
         message = f"rank {first}: {faults[first]}" if len(faults) > 1 else faults[first]
         self.result.update(message=message, failed_rank=first)
-
-    def _afterwards(self):
-        training = self.training
-        if self.options.mllog and training.evaluate:
-            start_s = time.monotonic()
-            try:
-                with as_eager(self.variant):
-                    # A variant may have a graph for it.
-                    self.result["eval_loss"] = getattr(self.variant, "evaluate", training.evaluate)()
-            except (Unsupported, torch.OutOfMemoryError) as error:
-                self.result["said"].append(f"no evaluation: {str(error).splitlines()[0]}")
-            else:
-                self.log.evaluation(self.result["eval_loss"], self.count, start_s)
-        if training.finish:
-            self.result["said"] += training.finish()
 
     def explain(self, error: Exception) -> None:
         """Turn an exception into the result's status and message."""

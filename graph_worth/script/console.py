@@ -46,8 +46,6 @@ def _rows(result, training):
         yield "compute", f"{tflops:.3g} TFLOP/s" if tflops < 10 else f"{tflops:.0f} TFLOP/s", how
     if losses:
         yield "loss", f"{losses[0]:.5f}", f"at first, {losses[-1]:.5f} at last"
-    if result["eval_loss"] is not None:
-        yield "held out", f"{result['eval_loss']:.5f}", "mean loss"
     if hashes:
         unmoved = result["unmoved"]
         still = f", {len(unmoved)} never moved, such as {unmoved[0]}" if unmoved else ""

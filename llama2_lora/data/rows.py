@@ -42,18 +42,16 @@ class Source(NamedTuple):
     counted: np.ndarray
 
 
-def files(data: str, split: str) -> list[Path]:
-    """Files of rows of a split, "train" or "validation", that --data names, sorted. A single file is for training."""
+def files(data: str) -> list[Path]:
+    """Files of rows that --data names, sorted: a file, or the train files of a folder."""
     path = Path(data)
-    if not data or not path.is_dir():
-        return [path] if data and split == "train" else []
+    if not path.is_dir():
+        return [path]
     for folder in (path, path / "data"):
         for suffix in _READERS:
-            if paths := sorted([*folder.glob(f"{split}{suffix}"), *folder.glob(f"{split}-*{suffix}")]):
+            if paths := sorted([*folder.glob(f"train{suffix}"), *folder.glob(f"train-*{suffix}")]):
                 return paths
-    if split == "train":
-        raise ValueError(f"{FLAG} {printable(data)}: this folder has no train file of {', '.join(_READERS)}")
-    return []
+    raise ValueError(f"{FLAG} {printable(data)}: this folder has no train file of {', '.join(_READERS)}")
 
 
 def _rows(path):

@@ -1,7 +1,7 @@
 """Fixed windows of packed tokens with a loss mask.
 
     windows = open_windows(config, rank, world_size)
-    windows.batch(3), windows.held_out(0)            PackedBatch of tensors, all shapes the same in every batch
+    windows.batch(3)                                 PackedBatch of tensors, all shapes the same in every batch
 
 --data names packed rows, a file or a folder of train and validation files, in the formats of llama2_lora/data/rows.py.
 Validation rows are held out. Without --data the Python standard library is cut so that 2 to 8 excerpts fill a window.
@@ -100,24 +100,17 @@ def _fill_windows(bounds, sequence, most):
 
 
 class Windows:
-    """Training windows of one rank and held-out windows, the same in every run with the same arguments.
+    """Training windows of one rank, the same in every run with the same arguments.
 
     name: of the source. num_windows: of all ranks. In an epoch no window is read twice by any rank, and each epoch has
-    its own order. num_held_out may be smaller than asked for, even 0, if the source is short: ranks get theirs first.
+    its own order.
     """
 
-    def __init__(self, training: Packing, validation: Packing | None, rank, world_size, num_held_out, seed):
+    def __init__(self, training: Packing, rank, world_size, seed):
         self.name = training.source.name
         self._training, self._rank, self._world_size, self._seed = training, rank, world_size, seed
         order = np.random.default_rng(seed).permutation(len(training))
-        if validation is None:
-            num_held_out = max(0, min(num_held_out, len(training) - world_size))
-            self._held_out, self._held_out_order = training, order[len(order) - num_held_out :]
-            order = order[: len(order) - num_held_out]
-        else:
-            self._held_out, self._held_out_order = validation, np.arange(min(num_held_out, len(validation)))
-        self._order, self.num_windows, self.num_held_out = order, len(order), len(self._held_out_order)
-        self._epoch, self._shuffled = -1, order
+        self._order, self.num_windows, self._epoch, self._shuffled = order, len(order), -1, order
         if self.num_windows < world_size:
             raise ValueError(
                 f"--data: {self.name} fills {self.num_windows} windows of --sequence {training.config.sequence}, "
@@ -131,24 +124,18 @@ class Windows:
             self._epoch, self._shuffled = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._order)
         return self._training.window(self._shuffled[step * self._world_size + self._rank])
 
-    def held_out(self, index: int) -> PackedBatch:
-        """Held-out window `index`, below num_held_out. The same on every rank."""
-        return self._held_out.window(self._held_out_order[index])
 
-
-def open_windows(config: Config, rank: int = 0, world_size: int = 1, num_held_out: int = 4, seed: int = 0) -> Windows:
+def open_windows(config: Config, rank: int = 0, world_size: int = 1, seed: int = 0) -> Windows:
     """Windows of config.sequence tokens from config.data.
 
     ValueError in one line: --data that is missing, damaged or too short, tokens outside --vocab.
     """
     if config.data:
-        training = rows.read(rows.files(config.data, "train"), config.vocab)
+        training = rows.read(rows.files(config.data), config.vocab)
     else:
         training = _excerpts(token_files.python_corpus(), config.sequence, seed)
         rows.require_vocabulary(training.tokens, config.vocab, training.name)
-    held_out = rows.files(config.data, "validation")
-    validation = Packing(rows.read(held_out, config.vocab), config) if held_out else None
-    return Windows(Packing(training, config), validation, rank, world_size, num_held_out, seed)
+    return Windows(Packing(training, config), rank, world_size, seed)
 
 
 def _excerpts(corpus, sequence, seed):

@@ -6,7 +6,6 @@ that enter the four GEMMs of the backward. Delayed scaling: the scale of this st
 forward, E5M2 for gradients.
 """
 
-import contextlib
 import itertools
 import math
 from dataclasses import dataclass
@@ -79,18 +78,6 @@ class Scaling:
         if self.is_used:
             yield "fp8.scale", self.scale[:, 0]
             yield "fp8.amax_history", self.history
-
-
-@contextlib.contextmanager
-def restored(tensors):
-    """After it, these tensors hold what they held before."""
-    tensors = list(tensors)
-    saved = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, value in zip(tensors, saved, strict=True):
-            tensor.copy_(value)
 
 
 @dataclass(frozen=True)

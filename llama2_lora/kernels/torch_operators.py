@@ -6,7 +6,6 @@ is rounded to FP8 at its slot's scale, and its amax recorded; without FP8 it sta
 a hash of (position, key, step), so recomputed tensors and replays see the mask of the forward pass.
 """
 
-import contextlib
 import functools
 import math
 
@@ -44,14 +43,6 @@ class Operators:
         self.threshold = int(config.dropout * 2**24)
         self.keep_scale = 1.0 / (1.0 - config.dropout)
         self.one, self.unused = torch.ones(1, device=device), torch.zeros(1, device=device)
-
-    @contextlib.contextmanager
-    def no_dropout(self):
-        """Within it all elements are kept. Not for captures."""
-        saved = self.threshold, self.keep_scale
-        self.threshold, self.keep_scale = 0, 1.0
-        yield
-        self.threshold, self.keep_scale = saved
 
     def _written(self, tensor, slot: Slot):
         """(tensor, scale, amax, largest) that an operator writes an operand with; None where there is none."""

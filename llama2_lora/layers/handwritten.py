@@ -14,7 +14,7 @@ import torch
 from common.precision import nvfp4
 from graph_worth import mark
 from llama2_lora.config import Config
-from llama2_lora.kernels.scaling import Formats, Scaling, restored
+from llama2_lora.kernels.scaling import Formats, Scaling
 from llama2_lora.kernels.torch_operators import dropout_key
 from llama2_lora.layers.tensor import TensorRanks
 from llama2_lora.plan import workspace
@@ -61,8 +61,8 @@ class HandwrittenStack:
         self.kept = [self._kept(keeps) for keeps in self.keeps]
         self.holds_transposes = ["transpose" in kept for kept in keeps]
         self.transposes = [self._transposes(layer) for layer in range(config.layers)]
-        # Attention's outputs from the forward to the backward. Evaluation keeps none.
-        self.attended, self.keeps_attention = [None] * config.layers, True
+        # Attention's outputs from the forward to the backward.
+        self.attended = [None] * config.layers
         self.loss = torch.zeros((), device=self.device)
 
     def _kept(self, keeps):
@@ -191,7 +191,7 @@ class HandwrittenStack:
         qkv = kept.get("qkv", work["qkv"])
         self._qkv(layer, qkv, recompute=False)
         out, rest = self.attention.forward(*self._heads(layer, qkv))
-        if self.keeps_attention and "attention" in self.keeps[layer]:
+        if "attention" in self.keeps[layer]:
             self.attended[layer] = out, rest
         written = {"operand": self._view("operand", c.q_width), "slot": self.scaling.slot(layer, "proj_in")}
         operators.quantize(out, **written, dropped=self._view("dropped", c.q_width), key=self._proj_key(layer))
@@ -322,16 +322,6 @@ class HandwrittenStack:
     def update_scales(self) -> None:
         """After the backward: the scales of the next step."""
         self.scaling.update()
-
-    def evaluate(self) -> None:
-        """`loss` of the inputs without dropout, eager; scales, gradients and the count of steps stay as they are."""
-        self.keeps_attention = False
-        with self.operators.no_dropout(), restored(tensor for _, tensor in self.scaling.named_tensors()):
-            self._look_up()
-            for layer in range(self.config.layers):
-                self.forward(layer)
-            self.compute_loss()
-        self.keeps_attention = True
 
     def reset(self, first_step: int = 0) -> None:
         """first_step: start of the count that selects the masks of dropout; each rank has its own."""

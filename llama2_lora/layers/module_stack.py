@@ -7,7 +7,6 @@ from common.precision.fp8 import NoScaling
 from common.precision.transformer_engine import TransformerEngineScaling
 from graph_worth import mark, section
 from llama2_lora.config import Config
-from llama2_lora.kernels.scaling import restored
 from llama2_lora.layers import plain, transformer_engine
 
 MARK_EVERY = 8
@@ -64,18 +63,6 @@ class ModuleStack:
 
     def update_scales(self) -> None:
         """Transformer Engine updates its scales in the contexts of `fp8`."""
-
-    @torch.no_grad()
-    def evaluate(self) -> None:
-        """`loss` of the inputs without dropout, eager; scales stay as they are."""
-        self.layers.eval()
-        with restored(tensor for _, tensor in self.fp8.named_state()):
-            hidden = F.embedding(self.inputs["tokens"], self.weights.embedding)
-            with self.fp8.forward():
-                for layer in self.layers:
-                    hidden = layer(hidden)
-            self._loss(hidden)
-        self.layers.train()
 
     def reset(self, first_step: int = 0) -> None:
         """first_step: not used, as dropout draws from torch's generator."""

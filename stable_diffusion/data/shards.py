@@ -7,7 +7,6 @@ Both are float32 or float16. Only the sample that is read is in memory.
 MLPerf's encoded training set, tar files of pickles, is not read.
 """
 
-import copy
 import os
 from pathlib import Path
 
@@ -49,9 +48,8 @@ class Samples:
         self.shards = find(folder)
         entries = [self._entries(shard) for shard in self.shards]
         self._ends = np.cumsum([entry["moments"].shape[0] for entry in entries], dtype=np.int64)
-        self._start, self._stop = 0, int(self._ends[-1])
-        if self._stop > MAX_ROWS:
-            raise ValueError(f"--data {printable(folder)}: {self._stop:,} samples, at most {MAX_ROWS:,} are read")
+        if len(self) > MAX_ROWS:
+            raise ValueError(f"--data {printable(folder)}: {len(self):,} samples, at most {MAX_ROWS:,} are read")
 
     def _entries(self, shard):
         path = self.folder / shard
@@ -73,16 +71,10 @@ class Samples:
         return entries
 
     def __len__(self) -> int:
-        return self._stop - self._start
-
-    def part(self, start: int, stop: int) -> "Samples":
-        part = copy.copy(self)
-        part._start, part._stop = self._start + start, self._start + stop
-        return part
+        return int(self._ends[-1])
 
     def read(self, index: int) -> dict[str, np.ndarray]:
         """The sample's arrays by name. Raises ValueError where it cannot be read, or has NaN or infinity."""
-        index += self._start
         number = int(np.searchsorted(self._ends, index, side="right"))
         row = index - (int(self._ends[number - 1]) if number else 0)
         path = self.folder / self.shards[number]

@@ -148,28 +148,11 @@ def test_borrowed_memory_is_free_for_later_captures():
     assert borrowed.isnan().all()
 
 
-@pytest.mark.slow
-def test_evaluation_leaves_training_as_it_was():
-    """FP8, two chunks of one process."""
-    state = State(replace(SMALL, chunks=2, vocab=256), CPU)
-    variant = graph_layer(state)
-    expected = follow(state, variant.step, 4)
-
-    def step(index):
-        variant.step(index)
-        assert state.evaluate() == state.evaluate()
-
-    evaluated = follow(state, step, 4)
-    assert evaluated[:2] == expected[:2] and (evaluated[2] == expected[2]).all()
-
-
 def test_what_is_not_there_for_stages_says_so():
     model = contracts.model_of("gpt3", State(replace(SMALL, chunks=2), CPU))
     assert model.reference_step("graph_layer").func is pipeline.eager_step
     with pytest.raises(Unsupported, match="no code for these settings; eager, graph_layer, graph_layer_te have"):
         model.make("graph_layer_optimizer")
-    with pytest.raises(Unsupported, match="no evaluation over several stages"):
-        State(replace(SMALL, pp=2, pp_rank=0), CPU).evaluate()
     with pytest.raises(Unsupported, match="graph_layer_te needs a GPU"):
         model.make("graph_layer_te")
 

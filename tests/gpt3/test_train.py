@@ -18,12 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from common import flops
 from gpt3 import train
 from gpt3.config import PRESETS
-from gpt3.state import State, held_out_batches, hyperparameters, resolve, training_batches
+from gpt3.state import State, resolve
 from graph_worth.made_variant import Unsupported
 from tests.helpers import contracts, gloo_ranks
 from tests.helpers.followed import difference, follow
 from tests.helpers.gpt3_case import CPU, SMALL
-from tests.helpers.megatron_files import write_megatron
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = replace(PRESETS["tiny"], layer="torch")
@@ -68,59 +67,6 @@ def test_graphs_equal_eager_bit_for_bit(changes):
         assert replays == 2 * state.config.layers * state.config.microbatches + (name == "graph_layer_optimizer")
         assert sum(len(pool.graphs) for pool in variant.capture.pools) == graphs == replays
         variant.close()
-
-
-@pytest.mark.parametrize("name, precision", [*((name, "fp8") for name in ("eager", *GRAPHED)), ("graph_layer", "bf16")])
-def test_evaluation_leaves_training_as_it_was(name, precision):
-    state = State(replace(SHORT, precision=precision), CPU)
-    variant = made(name, state)
-    expected = follow(state, variant.step, 5)
-    losses = []
-
-    def step(index):
-        variant.step(index)
-        if index % 2 == 1:
-            before = [tensor.clone() for _, tensor in state.named_state()]
-            losses.append(state.evaluate())
-            assert losses[-1] == state.evaluate()
-            assert all(map(torch.equal, before, (tensor for _, tensor in state.named_state())))
-
-    assert difference(follow(state, step, 5), expected, state) == ""
-    assert len(set(losses)) == 2 and all(3 < loss < 6 for loss in losses)
-
-
-def test_evaluation_reads_text_that_no_rank_trains_on(tmp_path):
-    write_megatron(tmp_path / "places", [range(4000)])
-    config = replace(TINY, sequence=16, vocab=4096, data=str(tmp_path / "places"))
-
-    def places(batches):
-        return {int(place) for batch in batches for rows in batch.values() for place in rows.ravel()}
-
-    held_out = places(held_out_batches(config, data_ranks=3))
-    trained = [places(training_batches(config, CPU, rank)) for rank in range(3)]
-    assert len(held_out) > 100
-    assert not any(held_out & own for own in trained) and trained[0] != trained[1]
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "short.txt").write_text("a" * 80)
-    with pytest.raises(Unsupported, match="hold out"):
-        State(replace(TINY, sequence=16, data=str(tmp_path / "text")), CPU).evaluate()
-
-
-def test_hyperparameters_are_those_of_the_step():
-    said = hyperparameters(replace(TINY, microbatches=3, microbatch=2), data_ranks=4)
-    assert said["global_batch_size"] == 24 and said["gradient_accumulation_steps"] == 3
-    state = State(TINY, CPU)
-    named = {name: said[f"opt_adamw_{name}"] for name in ("beta_1", "beta_2", "epsilon", "weight_decay")}
-    betas, lr = (named["beta_1"], named["beta_2"]), said["opt_base_learning_rate"]
-    masters = [torch.nn.Parameter(master.clone()) for master in state.adam.masters]
-    adamw = torch.optim.AdamW(masters, lr, betas, named["epsilon"], named["weight_decay"])
-    for master, parameter in zip(masters, state.parameters, strict=True):
-        parameter.main_grad.normal_()
-        master.grad = parameter.main_grad.clone()
-    torch.nn.utils.clip_grad_norm_(masters, said["opt_gradient_clip_norm"])
-    adamw.step()
-    state.adam.step()
-    torch.testing.assert_close(state.adam.masters, [master.detach() for master in masters])
 
 
 @pytest.mark.parametrize("name", GRAPHED)

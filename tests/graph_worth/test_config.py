@@ -57,7 +57,7 @@ def test_without_flags_the_first_preset_and_variant():
 
 
 def test_run_options():
-    assert parse("--mllog", "-").run == config.RunOptions(preset="tiny", variant="eager", mllog="-")
+    assert parse("--parity").run == config.RunOptions(preset="tiny", variant="eager", parity=True)
     assert parse("--profile", "new/x.json").run.profile == "new/x.json"
     argv = "--preset bench --variant graph --steps 20 --parity --record out/x.json"
     assert parse(*argv.split()).run == config.RunOptions(
@@ -95,15 +95,13 @@ def test_a_field_may_be_set_to_what_python_calls_false():
         ("--steps -1", ["--steps -1: takes a number from 0 up"]),
         ("--speed 3", ["--speed"]),
         ("--precision fp8 --layers 3", ["--layers must be even with --precision fp8"]),
-        ("--mllog .", ["--mllog .", "a file", "folder"]),
+        ("--record .", ["--record .", "a file", "folder"]),
         ("--profile /proc/x/y.json", ["--profile /proc/x/y.json", "cannot write in /proc"]),
         (f"--profile {'x' * 250}.json", ["--profile", "cannot write", "name too long"]),
         ("--record /dev/null", ["--record /dev/null", "takes the path of a file"]),
         ("--min-steps 1000001", ["--min-steps 1000001", "at most 1,000,000 steps"]),
-        ("--mllog x --parity", ["--mllog", "--parity"]),
         ("--profile x.pt", ["--profile x.pt", ".json"]),
         ("--profile x.json --parity", ["--profile", "--parity"]),
-        ("--profile x.json --mllog -", ["--profile", "--mllog"]),
     ],
 )
 def test_a_mistake_is_one_line_that_names_what_is_allowed(capsys, argv, told):

@@ -145,7 +145,7 @@ class Model:
             named_state=state.named_state,
             reset=state.reset,
             batch_class=state.batch_class,
-            **{name: getattr(state, name, None) for name in ("evaluate", "finish", "close")},
+            **{name: getattr(state, name, None) for name in ("finish", "close")},
             **self._training,
         )
         return self.training

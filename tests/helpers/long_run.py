@@ -1,10 +1,9 @@
-"""The real script of a model, whose loop validates, keeps a checkpoint in the middle, and at its end resumes from it.
+"""The real script of a model, whose loop keeps a checkpoint in the middle, and at its end resumes from it.
 
-    python -m tests.helpers.long_run MODEL EVERY --variant graph_step --steps 500 --parity --record PATH
+    python -m tests.helpers.long_run MODEL --variant graph_step --steps 500 --parity --record PATH
 
-EVERY: steps between two validations. The checkpoint goes back into the tensors of the training, since the graphs live
-and hold their addresses. What --record writes has "evaluated", the losses of the validations, and "resumed", the hashes
-of the state after each step behind the checkpoint, once more.
+The checkpoint goes back into the tensors of the training, since the graphs live and hold their addresses. What --record
+writes has "resumed", the hashes of the state after each step behind the checkpoint, once more.
 """
 
 import runpy
@@ -14,7 +13,6 @@ import torch
 
 from graph_worth.measuring.course import Course
 from graph_worth.script import by_hand
-from graph_worth.script.step_checks import as_eager
 
 
 class Checkpoint:
@@ -43,9 +41,9 @@ def of_model(loop) -> list[torch.Tensor]:
     return []
 
 
-def steps(loop, every):
+def steps(loop):
     training, variant, count = loop.training, loop.variant, loop.options.steps
-    course, evaluated, own_replays, middle = Course(training, hashed=range(count)), [], 0, count // 2
+    course, own_replays, middle = Course(training, hashed=range(count)), 0, count // 2
     for place, index in enumerate([*range(count), *range(middle, count)]):
         if place == middle:
             checkpoint = Checkpoint(loop)
@@ -56,24 +54,19 @@ def steps(loop, every):
         yield index
         own_replays += variant.capture.num_replays - before if place < count else 0
         course.look(index)
-        if (index + 1) % every == 0:
-            with as_eager(variant):
-                evaluated.append(getattr(variant, "evaluate", training.evaluate)())
     assert training.results(count)[middle:] == losses[middle:]
-    first, again = evaluated[: count // every], evaluated[count // every :]
-    assert first[len(first) - len(again) :] == again
-    # The loop looks at the steps, not at validations and at what was resumed. The reset has forgotten earlier losses.
+    # The loop looks at the steps, not at those behind the checkpoint once more. The reset has forgotten earlier losses.
     loop.count = loop.made = count
     loop.replays = variant.capture.num_replays - own_replays
     training.results = lambda count: losses
     digests = course.digests()
-    loop.result.update(state_hashes=digests[:count], resumed=digests[count:], evaluated=first)
+    loop.result.update(state_hashes=digests[:count], resumed=digests[count:])
     loop.result.update(num_tensors=len(course.names), unmoved=[])
 
 
 def main():
-    model, every, *arguments = sys.argv[1:]
-    by_hand.Loop._parity = lambda loop: steps(loop, int(every))
+    model, *arguments = sys.argv[1:]
+    by_hand.Loop._parity = steps
     sys.argv = [f"{model}/train.py", *arguments]
     runpy.run_module(f"{model}.train", run_name="__main__", alter_sys=True)
 

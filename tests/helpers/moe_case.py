@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from moe.config import PRESETS
 from moe.state import State
@@ -21,4 +22,5 @@ def logits(state: State, microbatch: int = 0) -> torch.Tensor:
         inputs, hidden = state.inputs_of(microbatch), state.embed(microbatch)
         for number in range(state.config.layers):
             hidden = state.run_layer(number, hidden, inputs)
-        return state.ends.logits(hidden)
+        ends = state.ends
+        return F.linear(F.rms_norm(hidden, ends.final_norm.shape, ends.final_norm, ends.eps), ends.head)

@@ -60,7 +60,7 @@ def packed_rows(count, length, seed=0):
 
 
 def windows_of(tmp_path, rows, **options):
-    return open_windows(write_jsonl(tmp_path / "rows.jsonl", rows), num_held_out=0, **options)
+    return open_windows(write_jsonl(tmp_path / "rows.jsonl", rows), **options)
 
 
 def every(windows):
@@ -69,9 +69,8 @@ def every(windows):
 
 
 def assert_same_windows(ours, theirs):
-    assert (ours.num_windows, ours.num_held_out) == (theirs.num_windows, theirs.num_held_out)
+    assert ours.num_windows == theirs.num_windows
     pairs = [(ours.batch(index), theirs.batch(index)) for index in range(ours.num_windows)]
-    pairs += [(ours.held_out(index), theirs.held_out(index)) for index in range(ours.num_held_out)]
     assert all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
 
 
@@ -135,12 +134,12 @@ def test_windows_depend_on_seed_and_index_alone(corpus):
     assert not torch.equal(open_windows(CONFIG, seed=1).batch(3).tokens, first.batch(3).tokens)
 
 
-# --- ranks, epochs, held-out windows
+# --- ranks, epochs
 
 
-def test_ranks_read_every_window_once_an_epoch_and_held_out_ones_never(corpus):
-    ranks = [open_windows(CONFIG, rank, 3, num_held_out=7) for rank in range(3)]
-    assert ranks[0].num_windows == 20_000 // 32 - 7 and ranks[0].num_held_out == 7
+def test_ranks_read_every_window_once_an_epoch(corpus):
+    ranks = [open_windows(CONFIG, rank, 3) for rank in range(3)]
+    assert ranks[0].num_windows == 20_000 // 32
     steps = ranks[0].num_windows // 3
     epochs = []
     for epoch in (0, 1):
@@ -148,15 +147,10 @@ def test_ranks_read_every_window_once_an_epoch_and_held_out_ones_never(corpus):
         assert len(set(read)) == len(read) == 3 * steps
         epochs.append(read)
     assert epochs[0] != epochs[1]
-    held_out = [[tuple(rank.held_out(index).tokens.tolist()) for index in range(7)] for rank in ranks]
-    assert held_out[0] == held_out[1] == held_out[2]
-    assert len(set(held_out[0])) == 7 and not set(held_out[0]) & set(epochs[0] + epochs[1])
 
 
-def test_a_short_source_gives_ranks_their_windows_first(tmp_path):
+def test_a_source_too_short_for_all_ranks_is_refused(tmp_path):
     config = write_jsonl(tmp_path / "rows.jsonl", packed_rows(3, 32))
-    assert open_windows(config, world_size=2).num_held_out == 1
-    assert open_windows(config, world_size=3).num_held_out == 0
     assert "fills 3 windows of --sequence 32, 4 ranks read one each" in refused(config, world_size=4)
 
 
@@ -217,15 +211,14 @@ def test_both_formats_give_the_same_windows_from_files_and_folders(tmp_path, suf
     rows = [{**row, "loss_mask": [0] * 7 + [1] * 25, "seq_start_id": [0]} for row in packed_rows(8, 32)]
     (tmp_path / "plain").mkdir()
     write_jsonl(tmp_path / "plain" / "train.jsonl", rows)
-    write_jsonl(tmp_path / "plain" / "validation.jsonl", rows[:2])
     plain = open_windows(replace(CONFIG, data=str(tmp_path / "plain")))
-    assert (plain.num_windows, plain.num_held_out) == (8, 2)
+    assert plain.num_windows == 8
     (tmp_path / "hub" / "data").mkdir(parents=True)
     for name, part in (("train-0", rows[:5]), ("train-1", rows[5:]), ("validation-0", rows[:2])):
         write(tmp_path / "hub" / "data" / f"{name}{suffix}", part)
     assert_same_windows(open_windows(replace(CONFIG, data=str(tmp_path / "hub"))), plain)
     alone = open_windows(replace(CONFIG, data=str(tmp_path / "hub" / "data" / f"train-0{suffix}")))
-    assert (alone.num_windows, alone.num_held_out) == (1, 4)
+    assert alone.num_windows == 5
 
 
 # --- mistakes

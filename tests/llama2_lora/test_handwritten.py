@@ -139,22 +139,6 @@ def test_delayed_scaling_uses_the_largest_amax_of_its_history():
     assert seen[1] > 3 * seen[0]
 
 
-def test_evaluation_has_no_dropout_and_leaves_the_state():
-    config = with_fields()
-    stack, same = make_stack(config), make_stack(with_fields(dropout=0.0))
-    run_step(stack), run_step(same)
-    same.scaling.scale.copy_(stack.scaling.scale)
-    same.scaling.inverse.copy_(stack.scaling.inverse)
-    before = [tensor.clone() for _, tensor in stack.scaling.named_tensors()] + [stack.adapters.grads.clone()]
-    stack.evaluate()
-    loss = float(stack.loss)
-    after = [tensor for _, tensor in stack.scaling.named_tensors()] + [stack.adapters.grads]
-    assert all(map(torch.equal, before, after)) and int(stack.operators.step) == 1
-    assert loss == float(run_step(same)[0])
-    # Evaluation keeps nothing for a backward: that would take a graph's memory.
-    assert stack.attended == [None] * config.layers
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [None, [300, 1, 1000, 747]], ids=["cudnn", "flash"])
 def test_gpu_attention_is_the_plain_one(lengths):

@@ -23,7 +23,6 @@ def test_plain_layers_train_as_handwritten_ones_do():
     assert losses == pytest.approx(our_losses, rel=2e-3)
     assert norms == pytest.approx(our_norms, rel=0.05)
     assert len(set(losses)) == 3
-    assert plain.evaluate() == pytest.approx(ours.evaluate(), rel=2e-3)
 
 
 def test_a_graph_of_modules_equals_eager_bit_for_bit():
@@ -32,9 +31,6 @@ def test_a_graph_of_modules_equals_eager_bit_for_bit():
     variant = made("llama2_lora", "graph_step", state)
     for _ in range(2):
         assert_equal(follow(state, variant.step, 3), eager, state)
-        before = [tensor.clone() for _, tensor in state.named_state()]
-        assert state.evaluate() == state.evaluate()
-        assert all(map(torch.equal, before, (tensor for _, tensor in state.named_state())))
     variant.close()
     with pytest.raises(Unsupported, match="^graph_layer captures handwritten layers"):
         made("llama2_lora", "graph_layer", state)

@@ -74,7 +74,7 @@ def trained(config, precision):
     state = make_state(replace(config, precision=precision), main)
     losses, norms, _ = follow_eager(state, STEPS)
     replicated = state.adapters.replicated(state.adam.masters[0])
-    return losses, norms, state.evaluate(), replicated.double().sum().item(), replicated.abs().max().item()
+    return losses, norms, replicated.double().sum().item(), replicated.abs().max().item()
 
 
 def tp2():
@@ -82,7 +82,7 @@ def tp2():
 
 
 def assert_close(ours, theirs, losses, norms):
-    assert ours[0] == pytest.approx(theirs[0], rel=losses) and ours[2] == pytest.approx(theirs[2], rel=losses)
+    assert ours[0] == pytest.approx(theirs[0], rel=losses)
     assert ours[1] == pytest.approx(theirs[1], rel=norms)
 
 

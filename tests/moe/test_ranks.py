@@ -46,7 +46,7 @@ def trained(preset, dtype=torch.float32, **changes):
     state = make(preset, dtype, **changes)
     losses, norms, _ = follow(state, made("moe", "eager", state).step, STEPS)
     dense = [float(each.detach().double().sum()) for name, _, each in state.parts if name not in OF_EXPERTS]
-    return [losses, norms, state.evaluate(), dense]
+    return [losses, norms, dense]
 
 
 def differences(preset, names, factor, **changes):
@@ -107,16 +107,15 @@ def ranks(tmp_path_factory):
 def test_two_ranks_train_as_one_process_does(preset, ranks):
     """In FP32 only the order of sums is left."""
     torch.use_deterministic_algorithms(False)
-    losses, norms, held_out, dense = trained(preset, microbatches=2)
+    losses, norms, dense = trained(preset, microbatches=2)
     assert losses[0] != losses[1]
     for of_rank in ranks:
         ours = of_rank["trained"][preset]
         assert ours[0] == pytest.approx(losses, rel=1e-5)
         assert ours[1] == pytest.approx(norms, rel=1e-4)
-        assert ours[2] == pytest.approx(held_out, rel=1e-5)
-        assert ours[3] == pytest.approx(dense, rel=1e-4, abs=1e-4)
+        assert ours[2] == pytest.approx(dense, rel=1e-4, abs=1e-4)
         # Ranks that part by a bit part for good.
-        assert ours[3] == ranks[0]["trained"][preset][3]
+        assert ours[2] == ranks[0]["trained"][preset][2]
 
 
 def test_scopes_without_the_exchange_and_static_buffers_equal_eager_bit_for_bit(ranks):

@@ -181,24 +181,6 @@ def test_reset_brings_back_the_seeded_start():
     assert state.lamb.lr.item() == pytest.approx(learning_rate(TINY, 3))
 
 
-@pytest.mark.slow
-def test_evaluation_leaves_training_as_it_was():
-    state = State(TINY, CPU)
-    state.reset()
-    for index in range(3):
-        padded_step(state, index)
-    before = {name: tensor.clone() for name, tensor in state.named_state()}
-    draws = torch.get_rng_state()
-    loss = state.evaluate()
-    assert loss == state.evaluate() and 0 < loss < 1000
-    assert state.model.training and torch.equal(torch.get_rng_state(), draws)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in state.named_state())
-    # It is the average that is evaluated.
-    for average in state.lamb.ema:
-        average.mul_(0.5)
-    assert state.evaluate() != loss
-
-
 def test_batches_that_never_come_again_have_classes_of_their_own_at_first():
     config = replace(TINY, min_steps=5)
     speech = SimpleNamespace(config=config, source=SimpleNamespace(period=None))
