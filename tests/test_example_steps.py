@@ -75,17 +75,14 @@ def test_act_trains_replicas_on_two_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "ranks", "graph"), [("llama_1b", "1", "graph_step"), ("act_ranks", "2", "graph_modules")]
-)
-def test_a_step_ends_in_a_verdict_by_the_users_command(tmp_path, name, ranks, graph):
-    words = ["--step", f"examples/steps/{name}.py:build", "--out", str(tmp_path), "--ngpu", ranks, "--json"]
+def test_a_step_ends_in_a_verdict_by_the_users_command(tmp_path):
+    words = ["--step", "examples/steps/llama_1b.py:build", "--out", str(tmp_path), "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.measure", *words], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     told = json.loads(done.stdout)
     assert told["verdict"] == "not measured" and done.returncode == 8, done.stderr
-    assert graph in told["variants"], done.stderr
+    assert "graph_step" in told["variants"], done.stderr
 
 
 def test_replicas_and_shards_of_nanogpt_train_alike_on_two_ranks():

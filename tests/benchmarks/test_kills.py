@@ -58,9 +58,8 @@ def kill(process, draw):
     return mine
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(each, marks=pytest.mark.slow if each == 0 else pytest.mark.long) for each in range(20)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(20))
 def test_after_each_kill_the_same_command_goes_on(tmp_path, number):
     draw, temporary = random.Random(number), tmp_path / "temporary"
     temporary.mkdir()

@@ -13,7 +13,8 @@ from tests.helpers.followed import follow
 from tests.helpers.gpt3_case import CPU, SMALL, SPLITS, STEADY_ADAM, STEPS, eager_step_of, gathered, whole
 
 IN_MAKE_TEST = ("tp2",)
-IN_BF16 = ("tp2", "pp2x2", "dp2_zero")
+# The others are parts of these.
+GRAPHED = ("tp2_dp2_zero", "pp4", "pp2_dp2_zero", "tp2_pp2x2_dp2_zero")
 EACH = [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.slow) for name in SPLITS]
 
 
@@ -53,8 +54,8 @@ def test_ranks_train_as_one_process_does(split, monkeypatch, tmp_path):
     "split, precision",
     [
         *((split, "fp8") for split in IN_MAKE_TEST),
-        *(pytest.param(split, "fp8", marks=pytest.mark.slow) for split in SPLITS if split not in IN_MAKE_TEST),
-        *(pytest.param(split, "bf16", marks=pytest.mark.slow) for split in IN_BF16),
+        *(pytest.param(split, "fp8", marks=pytest.mark.slow) for split in GRAPHED),
+        pytest.param("tp2", "bf16", marks=pytest.mark.slow),
     ],
 )
 def test_graphed_ranks_equal_eager_ones_bit_for_bit(split, precision, monkeypatch):

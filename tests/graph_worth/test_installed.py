@@ -233,20 +233,19 @@ def script(project):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["wheel", "clone"])
-def test_a_training_script_of_a_project_trains_and_is_measured(installed, project, script, way):
+def test_a_training_script_of_a_project_trains_and_is_measured(installed, project, script):
     flags = ("--preset", "tiny", "--variant", "graph_step", "--steps", "4")
-    trained = run_in(project, way, installed, "mine.train", *flags)
+    trained = run_in(project, "wheel", installed, "mine.train", *flags)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     words = ("graph_worth", "bench", "--model", "mine", "--preset", "tiny", "--cycles", "1", "--no-audit")
     hashes = set()
     for _ in range(2):
-        done = run_in(project, way, installed, *words)
+        done = run_in(project, "wheel", installed, *words)
         assert done.returncode == 0 and "graph_step" in done.stdout, done.stdout + done.stderr
         hashes |= {json.loads(path.read_text())["source"]["hash"] for path in (project / "runs").rglob("*.json")}
         script.write_text(script.read_text() + "\n# another script\n")
     assert len(hashes) == 2, "the script's code is in the hash"
-    done = run_in(project, way, installed, "graph_worth", "bench", "--model", "nope")
+    done = run_in(project, "wheel", installed, "graph_worth", "bench", "--model", "nope")
     assert (done.returncode, done.stderr) == (2, "graph-worth bench: unknown model 'nope', --model takes one of mine\n")
 
 

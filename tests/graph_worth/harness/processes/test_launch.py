@@ -6,7 +6,6 @@ The launchers are small scripts; two nodes are two torchrun agents on this machi
 import argparse
 import json
 import re
-import socket
 import subprocess
 import sys
 
@@ -194,19 +193,11 @@ def test_two_agents_train_gpt3_together_and_make_one_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_agent_that_fails_and_a_port_that_is_taken_are_named(tmp_path):
+def test_an_agent_that_fails_is_named(tmp_path):
     nodes = two_nodes(tmp_path)
     done = bench(tmp_path / "out", ["graph_step"], "--cycles", 1, *nodes, flags=["--die-rank", "1"])
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.search(r"(eager|graph_step): failed \(.*\)", done.stdout), done.stdout
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        nodes[-1] = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = bench(tmp_path / "taken", ["graph_step"], *nodes)
-    assert done.returncode == 1 and "nothing was timed" in done.stdout
-    (log,) = (tmp_path / "taken").glob("*/*/*.log")
-    assert "in use" in log.read_text()
 
 
 def test_the_command_imports_no_torch_and_no_pandas():
