@@ -1,6 +1,5 @@
 """State of RNN-T's training: built once, reset in place, the same for all variants."""
 
-import contextlib
 import functools
 
 import torch
@@ -14,7 +13,6 @@ from rnnt.config import GENERATED, Config
 from rnnt.data import buckets
 from rnnt.data.batches import Inputs
 from rnnt.data.synthetic import Synthetic, typical_lengths
-from rnnt.decoding import word_error_rate
 from rnnt.lamb import Lamb
 from rnnt.model import RNNT, flatten, initialise
 
@@ -38,7 +36,7 @@ class State:
         self.scaler = LossScaler(device, config.loss_scale, config.growth_interval, config.hysteresis)
         self.lamb = Lamb(self.parameters, self.scaler, config, rank, world_size)
         self.blank = config.vocab - 1
-        self.source = self.open_source(rank, world_size, SEED, training=True)
+        self.source = self._open_source(rank, world_size)
         self.plan = self._make_plan()
         # A bucket may be longer than the longest utterance.
         size = (max(self.plan.audio), config.batch, config.features)
@@ -49,8 +47,8 @@ class State:
         self.report = ScaledReport(device, self.scaler, config.max_floor_overflows, exact=world_size > 1)
         self.read_losses, self.read_grad_norms = self.report.read_losses, self.report.read_grad_norms
 
-    def open_source(self, rank: int, world_size: int, seed: int, training: bool):
-        """Return batches of --data without an end, the same for the same seed.
+    def _open_source(self, rank: int, world_size: int):
+        """Return batches of --data without an end, the same in each run.
 
         next(): the next batch, ready for work on the current stream. batch_shapes(): (T, U) of many batches, by which
         buckets are chosen; reset() comes next. num_samples: utterances trained on. max_frames, max_tokens: longest
@@ -59,13 +57,13 @@ class State:
         """
         if self.config.data in GENERATED:
             pinned = self.device.type == "cuda"
-            return Synthetic(self.config, rank, world_size, self.dtype, seed, pinned)
+            return Synthetic(self.config, rank, world_size, self.dtype, SEED, pinned)
         try:
             from rnnt.speech.utterances import Speech
         except ImportError as error:
             packages = f"speech takes soundfile and nvidia-dali ({error})"
             raise ValueError(f"--data {self.config.data}: {packages}: ./setup.sh speech dali") from None
-        return Speech(self.config, self.device, rank, world_size, self.dtype, seed, training)
+        return Speech(self.config, self.device, rank, world_size, self.dtype, SEED)
 
     def _make_plan(self):
         """The same on all ranks: buckets are chosen by the batches of all of them."""
@@ -97,28 +95,9 @@ class State:
         with section("report"):
             self.report.end_step(index)
 
-    @contextlib.contextmanager
-    def averaged(self):
-        """In the block the parameters hold the averaged weights, in place, and dropout is off."""
-        self.lamb.gather_ema()
-        with torch.no_grad():
-            kept = [parameter.clone() for parameter in self.parameters]
-            torch._foreach_copy_(list(self.parameters), self.lamb.ema)
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train()
-            with torch.no_grad():
-                torch._foreach_copy_(list(self.parameters), kept)
-
     def finish(self) -> list[str]:
-        """Lines on the cost of padding, and on the word error rate where --data is speech."""
-        lines = self.tally.report()
-        if self.config.data not in GENERATED:
-            wrong, num_words = word_error_rate(self)
-            lines.append(f"words      {100 * wrong:.2f} % of {num_words:,} wrong")
-        return lines
+        """Lines on the cost of padding."""
+        return self.tally.report()
 
     def named_state(self):
         yield from zip(self.names, self.parameters, strict=True)

@@ -24,7 +24,7 @@ NUM_SCANNED = 4096
 
 
 class Synthetic:
-    """Synthetic batches for one rank, see `rnnt.state.State.open_source`.
+    """Synthetic batches for one rank, see `rnnt.state.State`.
 
     Lengths repeat after `period` batches, so that a run meets each length several times. Features and tokens repeat
     with --data synthetic; with --data lengths they are cut anew from the tape.

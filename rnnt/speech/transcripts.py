@@ -1,4 +1,4 @@
-"""Transcripts: normalising them, text to tokens and back. Imports no torch."""
+"""Transcripts: normalising them, and text to tokens. Imports no torch."""
 
 from pathlib import Path
 
@@ -21,10 +21,6 @@ class Chars:
         if unknown:
             raise ValueError(f"characters outside the vocabulary: {''.join(unknown[:10])!a}")
         return [LETTERS.index(letter) for letter in text]
-
-    def decode(self, ids) -> str:
-        """Normalised text; ids that are no letter are left out."""
-        return normalise("".join(LETTERS[number] for number in ids if number < self.num_tokens))
 
 
 class Pieces:
@@ -49,10 +45,6 @@ class Pieces:
         if self._model.unk_id() in ids:
             raise ValueError(f"characters outside the vocabulary of --tokenizer: {text[:40]!a}")
         return ids
-
-    def decode(self, ids) -> str:
-        """Normalised text; ids that are no piece are left out."""
-        return normalise(self._model.decode([int(number) for number in ids if number < self.num_tokens]))
 
 
 def open_tokenizer(name: str, vocab: int) -> Chars | Pieces:

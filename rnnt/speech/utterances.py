@@ -1,12 +1,8 @@
 """Batches of real speech, made ahead of the step.
 
-Training: every epoch is shuffled anew from (seed, epoch). A step of all ranks takes the next batch * world_size
-utterances, and the last ones that do not fill a step are left out. Speed, dither and masks of a batch are drawn from
-(seed, rank, its number), so a batch can be made again without those before it.
-
-Evaluation: the same utterances in the order of their names, at their own speed, without masks. Dither is added as in
-training, but always the same: the logarithm of samples that are zero would lie far below all values of training. The
-last batch of a pass is filled up with the first utterances, for which `texts` has no entry.
+Every epoch is shuffled anew from (seed, epoch). A step of all ranks takes the next batch * world_size utterances, and
+the last ones that do not fill a step are left out. Speed, dither and masks of a batch are drawn from (seed, rank, its
+number), so a batch can be made again without those before it.
 """
 
 import collections
@@ -29,10 +25,9 @@ MAX_NAMED = 10  # dropped files that stderr names; `dropped` has all
 
 
 class Speech:
-    """Batches of speech, see `rnnt.state.State.open_source`. Raises ValueError that names the flag to change.
+    """Batches of speech, see `rnnt.state.State`. Raises ValueError that names the flag to change.
 
-    `texts`: normalised transcripts of the batch that `next` gave last. `num_batches`: of this rank in one pass over the
-    utterances.
+    `num_batches`: of this rank in one pass over the utterances.
 
     A thread makes batches ahead, on CUDA on a stream of its own, since it launches kernels while the step's stream may
     be captured. These slow replays of small kernels (docs/one_stream.md). `next` waits for that thread where no batch
@@ -42,19 +37,16 @@ class Speech:
     # Lengths never come again.
     period = None
 
-    def __init__(
-        self, config: Config, device: torch.device, rank: int, world_size: int, dtype, seed: int, training: bool
-    ):
+    def __init__(self, config: Config, device: torch.device, rank: int, world_size: int, dtype, seed: int):
         self.config, self.device, self.dtype = config, device, dtype
-        self.rank, self.world_size, self.seed, self.training = rank, world_size, seed, training
-        # The same for training and evaluation, though evaluation needs no room for slowing down.
+        self.rank, self.world_size, self.seed = rank, world_size, seed
         self.utterances, self.dropped = scan(config)
-        if training and rank == 0:
+        if rank == 0:
             for number, reason in enumerate(self.dropped[:MAX_NAMED], 1):
                 more = "; --record counts further ones" if number == MAX_NAMED else ""
                 print(f"data: dropped {reason}{more}", file=sys.stderr)
         step, self.num_samples = config.batch * world_size, len(self.utterances)
-        self.num_batches = self.num_samples // step if training else -(-self.num_samples // step)
+        self.num_batches = self.num_samples // step
         if not self.num_batches:
             ranks = f" on {world_size} ranks" if world_size > 1 else ""
             first = f" (the first dropped: {self.dropped[0]})" if self.dropped else ""
@@ -63,7 +55,7 @@ class Speech:
                 f"{config.batch}{ranks} takes {step}: give more speech or a smaller --batch"
             )
         self._permutation = (None, None)
-        self.perturbed = training and config.speed_perturbation
+        self.perturbed = config.speed_perturbation
         longest = resampled(max(one.num_samples for one in self.utterances), SLOWEST if self.perturbed else 1.0)
         self.max_frames, self.max_tokens = spliced(num_frames(longest)), max(len(one.tokens) for one in self.utterances)
         self._max_offset = longest
@@ -71,14 +63,13 @@ class Speech:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         self._pending, self._numbers = collections.deque(), itertools.count()
-        self.texts: list[str] = []
 
     def next(self) -> Batch:
         """The next batch, ready for work on the current stream."""
         while len(self._pending) < AHEAD + 1:
             self._pending.append(self._thread.submit(self._make_on_stream, next(self._numbers)))
         # An error stays in front: the next call raises it again.
-        batch, self.texts, event = self._pending[0].result()
+        batch, event = self._pending[0].result()
         self._pending.popleft()
         if event is not None:
             stream = torch.cuda.current_stream(self.device)
@@ -107,46 +98,42 @@ class Speech:
 
     def _make_on_stream(self, number):
         if self._stream is None:
-            return *self.make(number), None
+            return self.make(number), None
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-            batch, texts = self.make(number)
+            batch = self.make(number)
             event = torch.cuda.Event(blocking=True)
             event.record(self._stream)
             # Only this thread waits: afterwards the host memory of the copies may be used again.
             event.synchronize()
-        return batch, texts, event
+        return batch, event
 
     # -- one batch
 
-    def make(self, number: int) -> tuple[Batch, list[str]]:
-        """Batch `number` and its transcripts."""
+    def make(self, number: int) -> Batch:
+        """Batch `number`."""
         draws = np.random.default_rng([self.seed, self.rank, number])
         size = self.config.batch
         factors = draws.uniform(FASTEST, SLOWEST, size) if self.perturbed else np.ones(size)
-        offsets = draws.integers(self._max_offset, size=size).tolist() if self.training else [0] * size
-        rows, num_texts = self._rows(number)
-        chosen = [self.utterances[row] for row in rows]
+        offsets = draws.integers(self._max_offset, size=size).tolist()
+        chosen = [self.utterances[row] for row in self._rows(number)]
         mel, frames = self._extract([one.path for one in chosen], factors.tolist(), offsets)
         lengths, masks = torch.tensor([spliced(count) for count in frames], dtype=torch.int32), None
-        if self.training and self.config.spec_augment:
+        if self.config.spec_augment:
             masks = self._upload(torch.from_numpy(draw_masks(draws, frames)))
         finished = finish(self._upload(mel), self._upload(lengths), masks, self.config.features, self.dtype)
         token_lengths = torch.tensor([len(one.tokens) for one in chosen], dtype=torch.int32)
         tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(one.tokens) for one in chosen], batch_first=True)
         host = (self._pinned(tensor) for tensor in (lengths, tokens, token_lengths))
-        return Batch(finished, *host), [one.text for one in chosen[:num_texts]]
+        return Batch(finished, *host)
 
     def _rows(self, number):
-        """(this rank's utterances in batch `number`, number of them that do not fill up the batch)."""
+        """This rank's utterances in batch `number`."""
         batch, (epoch, step) = self.config.batch, divmod(number, self.num_batches)
         start = (step * self.world_size + self.rank) * batch
-        if self.training:
-            if self._permutation[0] != epoch:
-                generator = np.random.default_rng([self.seed, epoch])
-                self._permutation = epoch, generator.permutation(self.num_samples)
-            return self._permutation[1][start : start + batch].tolist(), batch
-        rows = list(range(start, min(start + batch, self.num_samples)))
-        return rows + [index % self.num_samples for index in range(batch - len(rows))], len(rows)
+        if self._permutation[0] != epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            self._permutation = epoch, generator.permutation(self.num_samples)
+        return self._permutation[1][start : start + batch].tolist()
 
     def _upload(self, tensor):
         if tensor.device.type == self.device.type:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -227,14 +226,13 @@ def test_a_run_reports_padding_and_compute():
     assert nominal_flops(replace(TINY, data="synthetic")) == 2 * training_flops(TINY, TINY.frames, TINY.tokens)
 
 
-def test_a_run_on_speech_reports_the_word_error_rate(tmp_path):
+def test_a_run_on_speech_trains(tmp_path):
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed: ./setup.sh dali")
     from tests.helpers.speech_files import write_speech
 
     folder = write_speech(tmp_path, [(0.3 + 0.05 * number, "a bc de"[: 3 + number]) for number in range(5)])
-    words = run_by_hand(replace(TINY, data=str(folder), min_steps=3))["said"][-1]
-    # Of all utterances: 2, 2, 2, 3 and 3 words.
-    assert re.fullmatch(r"words      \d+\.\d\d % of 12 wrong", words), words
+    result = run_by_hand(replace(TINY, data=str(folder), min_steps=3))
+    assert len(set(result["losses"])) == result["steps"] == 3
 
 
 def test_a_folder_that_is_not_there_is_named_in_one_line():

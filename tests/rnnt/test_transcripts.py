@@ -2,7 +2,6 @@
 
 import io
 
-import numpy as np
 import pytest
 
 from rnnt.speech import transcripts
@@ -24,15 +23,12 @@ def model_path(tmp_path_factory):
     return path
 
 
-def test_characters_go_to_ids_and_back():
+def test_characters_go_to_ids():
     tokenizer = transcripts.open_tokenizer("chars", vocab=29)
     said = "it doesn't matter"
     ids = tokenizer.encode(said)
     assert len(ids) == len(said) and max(ids) < tokenizer.num_tokens == 28
     assert tokenizer.encode("az' ") == [1, 26, 27, 0]
-    assert tokenizer.decode(ids) == said
-    # Words are one space apart; 30 is a class of the model that no letter has.
-    assert tokenizer.decode([0, 1, 0, 0, 2, 30, 0]) == "a b"
 
 
 def test_normalising_lowers_case_and_spaces():
@@ -45,11 +41,12 @@ def test_characters_outside_the_vocabulary_are_refused(said):
         transcripts.open_tokenizer("chars", vocab=32).encode(said)
 
 
-def test_pieces_go_to_ids_and_back(model_path):
+def test_pieces_go_to_ids(model_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
     tokenizer = transcripts.open_tokenizer(str(model_path), vocab=64)
     ids = tokenizer.encode("the red king sings")
     assert all(0 <= number < 26 for number in ids) and len(ids) < len("the red king sings")
-    assert tokenizer.decode(np.array(ids)) == tokenizer.decode([*ids, 50]) == "the red king sings"
+    assert sentencepiece.SentencePieceProcessor(model_file=str(model_path)).decode(ids) == "the red king sings"
     with pytest.raises(ValueError, match="'the red zoo'$"):
         tokenizer.encode("the red zoo")
 
