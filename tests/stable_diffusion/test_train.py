@@ -187,18 +187,6 @@ def test_the_learning_rate_of_a_replay_is_the_step_s(graphed):
     assert moved[1] > 1.3 * moved[0]
 
 
-def test_reset_starts_the_same_training_again():
-    state = State(TINY, CPU)
-    trained = []
-    for _ in range(2):
-        state.reset()
-        eager_step(state, 0)
-        eager_step(state, 1)
-        trained.append(snapshot(state))
-    assert_equal(trained[:1], trained[1:])
-    state.close()
-
-
 @pytest.mark.slow
 def test_training_lowers_the_loss():
     state = State(replace(TINY, latent_size=16, lr_warmup=2), CPU)
