@@ -32,7 +32,7 @@ class Lamb:
 
     lr: FP32 0-d on the device, to be filled before a step. grad_norm: FP32 0-d, of the averaged, unscaled gradients
     before clipping; infinite or NaN where the step was skipped. steps: FP32 0-d, steps that were not skipped. ema: FP32
-    averages in the shapes of params; with several ranks another rank's share is old until all call `gather_ema`.
+    averages in the shapes of params; with several ranks another rank's share is old.
     """
 
     BLOCK = 2048
@@ -106,11 +106,6 @@ class Lamb:
             collectives.all_gather_(self._flat_params)
         torch._foreach_copy_(self.params, self._copies)
         self.scaler.update()
-
-    @torch.no_grad()
-    def gather_ema(self) -> None:
-        if self.world_size > 1:
-            collectives.all_gather_(self._flat_ema)
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -1,6 +1,5 @@
 """Checks of training by hand: graphs against eager steps, finite losses, graphs and replays that were promised."""
 
-import contextlib
 import gc
 
 import torch
@@ -35,8 +34,11 @@ def compare_with_eager(training, variant, reference, device: torch.device) -> li
     # An eager step needs about what the graphs hold.
     if not all(of_all_ranks(free is None or sum(pool.bytes() for pool in variant.capture.pools) < free)):
         return ["graphs were not compared with eager: no memory for its steps beside them"]
-    with as_eager(variant):
+    leave(variant)
+    try:
         eagers = course(training, reference, 2).losses
+    finally:
+        enter(variant)
     if device.type == "cuda":
         # What eager steps took is no memory of the variant.
         gc.collect()
@@ -47,16 +49,6 @@ def compare_with_eager(training, variant, reference, device: torch.device) -> li
     if step is not None:
         raise CaptureError(f"canary: step {step} replayed gives loss {ours[step]:.6g}, eager {eagers[step]:.6g}")
     return []
-
-
-@contextlib.contextmanager
-def as_eager(variant):
-    """Within it, the training and torch are as eager needs them, also where the variant changes them for its steps."""
-    leave(variant)
-    try:
-        yield
-    finally:
-        enter(variant)
 
 
 def broken_promise(result: dict) -> str:

@@ -68,11 +68,6 @@ class Scaling:
         self.amax.zero_()
         self.history.zero_()
 
-    def named_tensors(self):
-        """All that a step changes."""
-        for name in ("scale", "inverse", "amax", "history"):
-            yield name, getattr(self, name)
-
     def named_state(self):
         """Yield (name, tensor) of the scaling state that lasts from step to step, for hashing."""
         if self.is_used:

@@ -36,7 +36,8 @@ def of_model(loop) -> list[torch.Tensor]:
     if loop.model.name == "llama2_lora":
         # Adapters in bf16, which Adam writes from the masters; the count of steps that selects masks of dropout; scales
         # in the form that kernels read.
-        scales = [tensor for _, tensor in state.stack.scaling.named_tensors()]
+        scaling = state.stack.scaling
+        scales = [scaling.scale, scaling.inverse, scaling.amax, scaling.history]
         return [state.adapters.values, state.stack.operators.step, *scales]
     return []
 
