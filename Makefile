@@ -112,7 +112,7 @@ readme: ## write results/overview.*, the tables in the READMEs and README's figu
 	$(from_make) readme
 	$(python) -m benchmarks.plot results
 
-submit: ## run MODEL as a Slurm job, several (MODEL=a,b) or VALUES of a sweep as an array, then print the tables
+submit: ## run MODEL or its sweep OVER VALUES as a Slurm job, several (MODEL=a,b) as an array, then print the tables
 	$(setup) core
 	$(from_make) submit
 

@@ -3,7 +3,7 @@
     python -m benchmarks.submit --model gpt3 --nodes 2 --ngpu 8 --partition gpu
     python -m benchmarks.submit --model gpt3 --preset mlperf --dry-run                the submission's 1,452 nodes of 8
     python -m benchmarks.submit --model gpt3,rnnt --time 2:00:00 -- --layers 4        an array over models
-    python -m benchmarks.submit --model gpt3 --over batch --values 1,2,4              an array over sweep points
+    python -m benchmarks.submit --model gpt3 --over batch --values 1,2,4              a sweep, on one set of nodes
 
 Settings and commands are checked, Slurm's by `sbatch --test-only`, and printed before anything is submitted; --dry-run
 ends there. Nodes and GPUs that are not given are those of the MLPerf submission whose preset it is, else 1. Variants
@@ -53,7 +53,7 @@ def parse(argv=None) -> argparse.Namespace:
         add(flag_of(name), metavar="X", help="as in benchmarks.run")
     add("--over", metavar="QUANTITY", help="what benchmarks.sweep varies, with --values")
     add("--variant", metavar="NAME", help="with --over: what stands against eager (the model's first graph)")
-    add("--values", metavar="1,2,4", type=command.values, help="an array over these points of the sweep")
+    add("--values", metavar="1,2,4", type=command.values, help="the points of the sweep, all in one job")
     add("--out", metavar="DIR", help="root of the runs, on a shared file system (runs/slurm/...)")
     add("--partition", metavar="NAME", help="Slurm's default unless told")
     add("--account", metavar="NAME", help="Slurm's account")
@@ -76,10 +76,9 @@ class JobPlan:
     """The two jobs: settings, environment and commands.
 
     Attributes:
-        items: models, or values of a sweep, a task of the array each.
         base: the folder that --out names or stands for.
-        runs: the root of a task's runs, with {} for its item.
-        folders: the root of each item's runs.
+        runs: the root of a task's runs, with {} for its model.
+        folders: the root of each model's runs.
         more: further options of sbatch.
     """
 
@@ -98,9 +97,8 @@ class JobPlan:
             if args.over:
                 sweep.flags_of(args, model, description, args.preset)
             self.on_gpu = script.needs_gpu(description, args.preset)
-        self.items = [str(value) for value in args.values or []] or self.models
         self.base, self.runs = self._folders()
-        self.folders = [Path(str(self.runs).replace("{}", item)) for item in self.items]
+        self.folders = [Path(str(self.runs).replace("{}", model)) for model in self.models]
         given = [(name, getattr(args, name)) for name in ask.flags_for("submit")]
         self.asked = [word for name, text in given if text is not None for word in (flag_of(name), text)]
         # The command on the node would find these mistakes too late.
@@ -111,10 +109,7 @@ class JobPlan:
         load = f"-load{args.host_load}" if args.host_load not in (None, "0") else ""
         base = Path(args.out).resolve() if args.out else RUNS / "slurm" / f"{self.nodes}x{self.ngpu}"
         if "{}" in str(base):
-            raise Mistake(f"--out {base}: without braces, they stand for a task's item")
-        if args.values:
-            base = base if args.out else base / f"{self.models[0]}-{args.preset}-{args.over}"
-            return base, base / f"{args.over}-{{}}"
+            raise Mistake(f"--out {base}: without braces, they stand for a task's model")
         if len(self.models) == 1 and args.out:
             return base, base
         return base, base / f"{{}}-{args.preset}{load}"
@@ -132,20 +127,17 @@ class JobPlan:
 
     def sbatch_bench(self) -> list[str]:
         """Return the command that submits the job which measures."""
-        args, is_array = self.args, len(self.items) > 1
+        args, is_array = self.args, len(self.models) > 1
         words = self._sbatch("slurm-%A_%a.out" if is_array else "slurm-%j.out", "--hold")
         words += [f"--job-name=bench-{'sweep' if args.values else '-'.join(self.models)}", f"--nodes={self.nodes}"]
-        words += [f"--array=0-{len(self.items) - 1}"] * is_array
+        words += [f"--array=0-{len(self.models) - 1}"] * is_array
         words += [f"--gpus-per-node={self.ngpu}"] * (self.on_gpu and not any("gpu" in word for word in self.more))
         words += [f"--time={args.time}"] * bool(args.time)
         words += [*self.more, str(SCRIPTS / "bench.sbatch")]
-        if args.over:
-            which = ["--model", self.models[0], "--over", args.over, "--values", "{}"]
-            which += ["--variant", args.variant] if args.variant else []
-            words += ["benchmarks.sweep", *self.items, "--", *which]
-        else:
-            words += ["benchmarks.run", *self.items, "--", "--model", "{}"]
+        words += ["benchmarks.sweep" if args.over else "benchmarks.run", *self.models, "--", "--model", "{}"]
         words += ["--preset", args.preset, "--out", str(self.runs)]
+        words += ["--over", args.over, "--values", ",".join(map(str, args.values))] if args.over else []
+        words += ["--variant", args.variant] if args.variant else []
         return [*words, *self.asked, *(["--", *args.flags] if args.flags else [])]
 
     def sbatch_collate(self, job: str) -> list[str]:
@@ -163,7 +155,7 @@ class JobPlan:
     def card(self) -> str:
         """Return settings and commands as text."""
         args, unit = self.args, "GPUs" if self.on_gpu else "ranks, on the CPU"
-        over = f"  over {args.over} {', '.join(self.items)}" if args.values else ""
+        over = f"  over {args.over} {', '.join(map(str, args.values))}" if args.values else ""
         options = " ".join([*self.asked, *args.flags])
         site = "  ".join(f"{name} {getattr(args, name) or 'default'}" for name in ("partition", "account", "time"))
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -274,7 +266,7 @@ def submit(plan: JobPlan) -> int:
     for folder in (plan.base, *plan.folders):
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     job, collate_job = jobs.submit(plan.sbatch_bench(), plan.sbatch_collate, environment)
-    print(f"job {job}  {len(plan.items)} {'tasks' if len(plan.items) > 1 else 'task'}; squeue --job {job}")
+    print(f"job {job}  {len(plan.models)} {'tasks' if len(plan.models) > 1 else 'task'}; squeue --job {job}")
     tables = shown(plan.base / "logs" / f"collate-{collate_job}.out")
     print(f"job {collate_job}  tables in {tables}, when {job} has ended, well or not")
     print(f"logs     {shown(plan.base / 'logs')}")

@@ -107,11 +107,6 @@ class Point:
     reason: str = ""
     judged: Judged | None = None
 
-    @property
-    def value(self) -> int:
-        """The quantity's value."""
-        return self.run.value
-
 
 class Sweep:
     """One call of the command."""
@@ -241,9 +236,7 @@ class Sweep:
                 return Point(facts, verdict.status, verdict.reason)
         asked_layers, held = best.build.asked_layers, best.build.config.get("layers")
         if asked_layers is not None and isinstance(held, int) and held < asked_layers:
-            return Point(
-                facts, "oom", f"it ran with --layers {held} in the place of {asked_layers}, which does not fit"
-            )
+            return Point(facts, "oom", f"--layers {asked_layers} does not fit, it ran with {held}")
         if best.ratio_of(self.variant) is None:
             return Point(facts, FAILED, f"no cycle beside {best.base}")
         return Point(facts, PASS, judged=best)
@@ -257,7 +250,7 @@ class Sweep:
         rows = [(self.args.over, *COLUMNS), *map(self._row, points)]
         lines = [f"{title}, {self.gpu or 'CPU'} x{self.request.ranks}", *run_table.aligned(rows, 0)]
         for point in points:
-            lines += [f"{point.status}: {self.args.over} {point.value} ({point.reason})"] if point.reason else []
+            lines += [f"{point.status}: {self.args.over} {point.run.value} ({point.reason})"] if point.reason else []
         timed = [point.judged for point in points if point.judged]
         lines += [run_table.on_a_cpu(timed)] if timed and self.gpu is None else []
         lines += [crossing.sentence(self.args.over, filter(None, map(self._of_crossing, points)))] * bool(self.gpu)
@@ -267,16 +260,16 @@ class Sweep:
         ratio = point.judged.ratio_of(self.variant) if point.judged else None
         if point.judged is None or ratio is None or ratio.cycles < 2:
             return None
-        return crossing.Point(point.value, ratio.low, *_microseconds(point.judged))
+        return crossing.Point(point.run.value, ratio.low, *_microseconds(point.judged))
 
     def _row(self, point):
         judged = point.judged
         ratio = judged.ratio_of(self.variant) if judged else None
         if judged is None or ratio is None:
-            return (str(point.value), "", "", "", "", point.status, "", "", "")
+            return (str(point.run.value), "", "", "", "", point.status, "", "", "")
         us = [cells.cell(value, ".1f") for value in _microseconds(judged)]
         at_most = run_table.at_most(judged, self.variant)
-        return (str(point.value), *run_table.ratio_cells(ratio), intervals.word(ratio), *us, at_most)
+        return (str(point.run.value), *run_table.ratio_cells(ratio), intervals.word(ratio), *us, at_most)
 
 
 def _microseconds(judged: Judged) -> tuple[float | None, float | None]:

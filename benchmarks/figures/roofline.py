@@ -61,9 +61,9 @@ def draw(results: Results) -> Page:
         look["mec"] = colour if point.program == point.base else INK
         size = ONE if point.ranks == 1 else SEVERAL
         axes.plot(point.kernel_us, point.program_ratio, markersize=size, zorder=3 + point.counts, gid="point", **look)
-    legend = [(name, "s", colour, ONE) for name, colour in colours.items()]
-    legend += [(name, marker, INK, ONE) for name, marker in markers.items()]
-    _legend(page, [*legend, ("several GPUs", "o", INK, SEVERAL)])
+    marks = [(name, "s", colour, ONE) for name, colour in colours.items()]
+    marks += [(name, marker, INK, ONE) for name, marker in markers.items()]
+    legend(page, [*marks, ("several GPUs", "o", INK, SEVERAL)], 0.1 + TALL + 0.55)
     return page
 
 
@@ -74,10 +74,10 @@ def mark(axis, values: Sequence[float], unit: str, inches: float) -> None:
     axis.set_major_formatter(lambda value, _: f"{value:g}{unit}")
 
 
-def _legend(page: Page, parts: Sequence[tuple[str, str, str, float]]) -> None:
-    """Below the plot, in columns: text, marker, colour, size."""
+def legend(page: Page, parts: Sequence[tuple[str, str, str, float]], top: float) -> None:
+    """Draw text, marker, colour, size of each part in columns, from so many inches below the note."""
     rows = math.ceil(len(parts) / COLUMNS)
-    width, top = (page.WIDTH - 2 * page.MARGIN) / COLUMNS, 0.1 + TALL + 0.55
+    width = (page.WIDTH - 2 * page.MARGIN) / COLUMNS
     axes = page.axes(page.MARGIN, top, page.WIDTH - 2 * page.MARGIN, ROW * rows)
     axes.set(xlim=(0, page.WIDTH - 2 * page.MARGIN), ylim=(ROW * rows, 0))
     axes.set_axis_off()

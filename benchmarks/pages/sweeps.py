@@ -26,9 +26,8 @@ class Sweep(NamedTuple):
 
     Attributes:
         name: of its figure.
-        words: for people, as slice, H200.
-        points: of each host and value the newest run that passed, else the newest; columns of `frame.read`, where
-            `ratio` is missing for what did not pass.
+        words: preset, flags and GPUs.
+        points: of each host and value the newest run that passed, else the newest; `ratio` is missing in the latter.
     """
 
     name: str
@@ -39,33 +38,25 @@ class Sweep(NamedTuple):
     points: DataFrame
 
     @property
-    def hosts(self) -> list[str]:
-        """The hosts, that with most points first."""
-        return [*self.points["host"].value_counts().index]
-
-    @property
     def timed(self) -> DataFrame:
         """The points with a gain and an interval."""
-        return self.points[(self.points["ratio"].notna() & (self.points["cycles"] > 1)).fillna(False).astype(bool)]
+        return self.points[self.points["ratio"].notna() & (self.points["cycles"] > 1).fillna(False)]
 
     @property
-    def is_drawn(self) -> bool:
-        """Return whether a host has two points, which make a curve."""
-        return bool((self.timed["host"].value_counts() > 1).any())
-
-    def sentence(self, host: str) -> str:
-        """Return where the gain ends on a host."""
-        points = self.timed[self.timed["host"] == host].astype(object)
-        points = points.where(points.notna(), None)
-        columns = points[["value", "low", "kernel_us", "host_us"]].itertuples(index=False)
-        return crossing.sentence(self.over, [crossing.Point(*point) for point in columns])
+    def curves(self) -> dict[str, DataFrame]:
+        """The points of each host with a gain."""
+        return {str(host): points for host, points in self.timed.groupby("host")}
 
     @property
     def sentences(self) -> list[str]:
         """Return the size at which the gain ends on each host, with the host's name if there are several."""
-        named = {host: self.sentence(host) for host in self.hosts}
-        before = (lambda host: f"Host {host[:6]}: ") if len(named) > 1 else (lambda host: "")
-        return [f"{before(host)}{text}" for host, text in named.items() if text]
+        texts = []
+        for host, points in self.curves.items():
+            columns = points[["value", "low", "kernel_us", "host_us"]].astype(object)
+            known = [crossing.Point(*line) for line in columns.where(columns.notna(), None).itertuples(index=False)]
+            before = f"Host {host[:6]}: " if len(self.curves) > 1 else ""
+            texts.append(f"{before}{crossing.sentence(self.over, known)}")
+        return texts
 
 
 def of(results: Results, model: str = "") -> list[Sweep]:
@@ -99,12 +90,11 @@ def markdown(results: Results, page: Path, argument: str = "") -> str:
 
 def _part(results: Results, sweep: Sweep, page: Path) -> str:
     parts = [f"### By {in_markdown(sweep.over)}: `{sweep.variant}`, {in_markdown(sweep.words)}"]
-    sentences = [in_markdown(text) for text in sweep.sentences]
-    parts += ["\n".join(f"- {text}" for text in sentences) if len(sentences) > 1 else "".join(sentences)]
-    if sweep.is_drawn:
+    parts.append("\n".join(f"{'- ' * (len(sweep.curves) > 1)}{in_markdown(text)}" for text in sweep.sentences))
+    if len(sweep.timed) > 1:
         path = quote(Path(os.path.relpath(results.root / "figures" / f"{sweep.name}.svg", page.parent)).as_posix())
         parts.append(f"![Gain of {sweep.variant} by {in_markdown(sweep.over)}, with 95 % intervals]({path})")
-    has_hosts = len(sweep.hosts) > 1
+    has_hosts = sweep.points["host"].nunique() > 1
     names = [sweep.over, *["Host"] * has_hosts, "eager ms", "graph ms", "gain (95 %)"]
     names += ["us a kernel", "the host's us a kernel", "Note"]
     lines, before = [], ""

@@ -105,16 +105,15 @@ def test_several_models_are_an_array_with_a_folder_each(slurm, tmp_path):
 
 
 @pytest.mark.slow
-def test_points_of_a_sweep_are_an_array(slurm, tmp_path):
+def test_a_sweep_is_one_job(slurm, tmp_path):
     more = ["--values", "4,1,2", "--cycles", "3", "--out", tmp_path / "out"]
     assert go("--model", "gpt3", "--over", "batch", "--variant", "graph_layer_te", *more) == 0
     (bench, settings), _ = submitted(slurm)
     program = bench[bench.index(SBATCH) + 1 :]
-    assert program[:5] == ["benchmarks.sweep", "1", "2", "4", "--"]
-    assert program[5:11] == ["--model", "gpt3", "--over", "batch", "--values", "{}"]
-    assert program[11:13] == ["--variant", "graph_layer_te"]
-    assert "--array=0-2" in bench and settings["RUNS"] == f"{tmp_path}/out/batch-{{}}"
-    assert bench[bench.index("--out") + 1] == settings["RUNS"]
+    assert program[:5] == ["benchmarks.sweep", "gpt3", "--", "--model", "{}"]
+    wanted = ["--over", "batch", "--values", "1,2,4", "--variant", "graph_layer_te", "--cycles", "3"]
+    assert program[5:] == ["--preset", "bench", "--out", f"{tmp_path}/out", *wanted]
+    assert not any("--array" in word for word in bench) and settings["RUNS"] == f"{tmp_path}/out"
 
 
 @pytest.mark.slow
@@ -209,6 +208,7 @@ def test_without_slurm(tmp_path, monkeypatch, capsys):
         (["--over", "moon", "--values", "1"], "unknown quantity 'moon'"),
         (["--variant", "graph_step"], "--over is missing"),
         (["--over", "batch", "--values", "1", "--model", f"gpt3,{MODEL}"], "one --model"),
+        (["--over", "batch", "--values", "1", "--host-load", "4"], "measured without other work"),
         (["--over", "size", "--values", "3"], "3 makes --batch no whole number"),
         (["--mounts", "/a:/b"], "--image is missing"),
         (["--sbatch", "comment='open"], "--sbatch"),

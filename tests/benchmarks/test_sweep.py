@@ -244,7 +244,7 @@ def test_a_model_that_its_script_made_smaller_is_another_one(go, capsys):
     assert go(Smaller(), "1,4") == 0
     text = capsys.readouterr().out
     assert rows(text)[1] == ["4", "oom"]
-    assert "oom: batch 4 (it ran with --layers 6 in the place of 8, which does not fit)" in text
+    assert "oom: batch 4 (--layers 8 does not fit, it ran with 6)" in text
 
 
 def test_losses_that_differ_are_a_row_and_are_measured_again(go, capsys):

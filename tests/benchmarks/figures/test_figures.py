@@ -242,7 +242,7 @@ def test_a_sweep_of_one_host_has_its_crossing_as_title(tmp_path):
     (make,) = sweep.figures(results).values()
     (swept,) = sweeps.of(results)
     with style.applied():
-        assert make(results).title == f"Llama 2 70B LoRA: {swept.sentence('b')}"
+        assert make(results).title == f"Llama 2 70B LoRA: {swept.sentences[0]}"
 
 
 def test_equal_runs_give_equal_bytes(several, tmp_path):

@@ -179,17 +179,17 @@ def test_a_cancelled_job_is_named_by_the_collate_job(cluster, tmp_path):
     assert until(lambda: not processes_with(str(out)))
 
 
-def test_an_array_covers_the_points_of_a_sweep(cluster, tmp_path):
+def test_a_job_measures_all_points_of_a_sweep(cluster, tmp_path):
     out = tmp_path / "out"
     arguments = ("--model", "gpt3", "--over", "layers", "--values", "1,2", "--variant", "graph_layer", "--cycles", 1)
     job, collate = submit(cluster, *arguments, "--out", out)
-    assert end(cluster, collate) == "COMPLETED", text_of(out, f"slurm-{job}_0.out")
-    for task, value in enumerate((1, 2)):
-        run = only_run(out / f"layers-{value}")
-        assert run.builds[""].config["layers"] == value
-        assert (run.host.slurm["array_job_id"], run.host.slurm["array_task_id"]) == (job, str(task))
+    assert end(cluster, collate) == "COMPLETED", text_of(out, f"slurm-{job}.out")
+    runs = [run for _, run in run_file.find(out)[0]]
+    assert [(run.value, run.builds[""].config["layers"], run.host.slurm["job_id"]) for run in runs] == [
+        (value, value, job) for value in (1, 2)
+    ]
     said = text_of(out, f"collate-{collate}.out")
-    assert f"job {job}: 2 of 2 tasks ended well" in said
+    assert f"job {job}: 1 of 1 tasks ended well" in said
     assert all(f"gpt3/tiny layers-{value}  graph_layer" in said for value in (1, 2))
 
 
