@@ -179,10 +179,10 @@ def test_a_sweep_is_a_table_and_one_file_and_is_not_measured_twice(tmp_path, go,
 
 def test_the_ends_are_full_runs_and_the_others_light(go):
     runner = Runner()
-    assert go(runner, "1,2,4", "--cycles", "5") == 0
+    assert go(runner, "1,2,4", "--cycles", "8") == 0
     light, full = runner.options[2], runner.options[4]
-    assert (light.is_light, light.no_control, light.block_s, light.cycles) == (True, True, sweep.BLOCK_S, 5)
-    assert (full.is_light, full.no_control, full.block_s, full.cycles) == (False, False, None, 5)
+    assert (light.is_light, light.no_control, light.block_s, light.cycles) == (True, True, sweep.BLOCK_S, 8)
+    assert (full.is_light, full.no_control, full.block_s, full.cycles) == (False, False, None, 8)
     assert run.settings_of(light, "bench").block_s == 0.5 and run.settings_of(full, "bench").block_s == 1.0
     # 4 was an end and stays; 2 becomes one.
     assert go(runner, "2,4,8") == 0 and runner.calls == [1, 2, 4, 2, 8]
@@ -490,3 +490,17 @@ def test_gpt3_over_layers_on_this_machine(tmp_path):
         assert point.parity == ("blocks" if value == 2 else "courses")
         (judged,) = judge.judged(point).values()
         assert judged.passed("graph_layer") and judged.build.variants["graph_layer"].blocks
+
+
+@pytest.mark.gpu
+def test_light_points_on_a_gpu(tmp_path):
+    words = ["--step", "examples/steps/nanogpt.py:build", "--over", "batch", "--values", "4,8", "--light"]
+    words = [sys.executable, "-m", "benchmarks.sweep", *words, "--out", str(tmp_path)]
+    answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (path,) = files(tmp_path)
+    for point in run_file.read_all(path).runs:
+        (judged,) = judge.judged(point).values()
+        assert judged.passed("graph_step") and judged.ratio_of("graph_step").cycles == 3
+        assert judged.alone_ratio and judged.ceiling("graph_step") and point.parity == "blocks"
+    assert "us a kernel" in answer.stdout.splitlines()[-3]

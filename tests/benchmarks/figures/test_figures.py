@@ -231,9 +231,14 @@ def test_a_sweep_is_a_curve_and_an_earlier_one_goes(tmp_path):
 
 
 def test_a_quantity_cannot_lead_a_figure_out_of_its_folder(tmp_path):
-    put_sweep(tmp_path, change=lambda runs: [setattr(run, "over", "../../x") for run in runs])
+    def led_out(runs):
+        for run in runs:
+            run.over, run.label = "../../x", f"../../x-{run.value}"
+
+    put_sweep(tmp_path, change=led_out)
     assert plot.main([str(tmp_path), "--out", str(tmp_path / "a" / "b")]) == 0
-    assert not [*tmp_path.glob("*.svg"), *tmp_path.glob("a/*.svg")]
+    name = "sweep-h200-llama2_lora-slice-over-..-..-x-graph_layer"
+    assert {path.stem for path in tmp_path.rglob("*.svg")} == {"roofline", name}
 
 
 def test_a_sweep_of_one_host_has_its_crossing_as_title(tmp_path):

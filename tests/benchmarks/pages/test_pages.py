@@ -444,11 +444,18 @@ def test_a_sweep_of_several_hosts_says_for_each_where_its_gain_ends(tmp_path):
 
 
 def test_points_of_a_sweep_are_no_headlines_and_stand_in_its_table_alone(tmp_path):
-    put_sweep(tmp_path)
+    def of_a_step(runs):
+        for run in runs:
+            run.model, run.preset, run.label = OWN_STEP, "bench", f"nanogpt-build-sequence-{run.value}"
+
+    put_sweep(tmp_path, change=of_a_step)
     results = frame.load(tmp_path)
     assert len(results.records()) == 8 and headlines.of(results) == []
-    assert "slice" not in table("model", tmp_path, "llama2_lora")
-    assert {point.over for point in results.points.itertuples()} == {"sequence"}
+    assert "nanogpt" not in table("model", tmp_path, OWN_STEP)
+    assert table("sweeps", tmp_path, OWN_STEP).startswith("### By sequence: `graph_layer`, nanogpt-build, H200\n")
+    # The same run by itself is one.
+    put_sweep(tmp_path, change=lambda runs: [of_a_step(runs), *(setattr(run, "over", "") for run in runs)])
+    assert len(headlines.of(frame.load(tmp_path))) == 2
 
 
 def test_the_overview_hides_nothing(tmp_path):
