@@ -38,7 +38,6 @@ class Accumulation:
 class Inputs(NamedTuple):
     """Inputs of layers beside activations: rope is (cos, sin), FP32 [t, head_dim / 2] each."""
 
-    microbatch: int
     rope: tuple[torch.Tensor, torch.Tensor]
     sequences: Sequences
 
@@ -182,6 +181,12 @@ class Layer(nn.Module):
             param = parameter(*shapes[name], dtype=dtype, device=device) if name in shapes else None
             self.register_parameter(name, param)
         freeze(self, c)
+
+    def forward(self, x, inputs: Inputs):
+        """The layer's output, [t, hidden]. A variant with graphs captures the first parts, or all."""
+        x = self.attention(x, inputs)
+        y, routed = self.route(x)
+        return self.mix(x, y, routed, self.preprocess(routed))
 
     def project(self, x, weight, bias, a, b):
         """x weight^T + bias, and (LORA_ALPHA / rank) x a^T b^T where there are adapters."""

@@ -14,7 +14,7 @@ from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
 from common.parallel.buckets import GradientBuckets, reduce_norm_
 from common.parallel.groups import fill_
-from graph_worth import StaticInputs, mark, section
+from graph_worth import StaticInputs, section
 from graph_worth.machine import host_state
 from graph_worth.parallel import collectives
 from graph_worth.parallel.host_messages import of_all_ranks
@@ -28,7 +28,6 @@ ADAM = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 INIT_STD = 0.02
 # Kernels of attention without windows and sinks, the fastest first; each is taken where it can run.
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-MARK_EVERY = 4
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Parameters that each rank has of its own experts; all others are alike on all ranks.
 OF_EXPERTS = ("w1", "w2", "bias1")
@@ -119,10 +118,10 @@ class State(History):
         """Return what layers read of a microbatch. Packed documents: positions and bounds are read on the device."""
         c = self.config
         if not c.documents:
-            return Inputs(microbatch, self.rope, Sequences(c.sequence))
+            return Inputs(self.rope, Sequences(c.sequence))
         places = self.inputs["positions"][microbatch]
         rope = tuple(table.index_select(0, places) for table in self.rope_table)
-        return Inputs(microbatch, rope, Sequences(c.sequence, self.inputs["bounds"][microbatch]))
+        return Inputs(rope, Sequences(c.sequence, self.inputs["bounds"][microbatch]))
 
     def embed(self, microbatch: int):
         return self.ends.embed(self.inputs["tokens"][microbatch])
@@ -133,21 +132,6 @@ class State(History):
         loss = self.ends.loss(hidden, self.inputs["targets"][microbatch], share)
         self.microbatch_losses[microbatch].copy_(loss.detach())
         return loss
-
-    def run_layer(self, number: int, hidden, inputs: Inputs):
-        """One layer. A variant with graphs puts replays in the place of its first parts."""
-        layer = self.layers[number]
-        hidden = layer.attention(hidden, inputs)
-        y, routed = layer.route(hidden)
-        plan = layer.preprocess(routed)
-        hidden = layer.mix(hidden, y, routed, plan)
-        self.mark(number, hidden)
-        return hidden
-
-    def mark(self, number: int, hidden) -> None:
-        """Mark every few layers, in forward and backward."""
-        if (number + 1) % MARK_EVERY == 0:
-            mark(hidden)
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:

@@ -20,7 +20,7 @@ def logits(state: State, microbatch: int = 0) -> torch.Tensor:
     """Logits [t, vocab] of a microbatch of the static inputs."""
     with torch.no_grad():
         inputs, hidden = state.inputs_of(microbatch), state.embed(microbatch)
-        for number in range(state.config.layers):
-            hidden = state.run_layer(number, hidden, inputs)
+        for layer in state.layers:
+            hidden = layer(hidden, inputs)
         ends = state.ends
         return F.linear(F.rms_norm(hidden, ends.final_norm.shape, ends.final_norm, ends.eps), ends.head)

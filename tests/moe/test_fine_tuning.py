@@ -114,8 +114,8 @@ def test_the_state_has_the_predicted_bytes(preset, changes):
 def test_frozen_experts_do_not_keep_their_rows(rank, kept):
     state, shapes = make("tiny_lora", lora_rank=rank, ffn=40), []
     inputs = state.inputs_of(0)
-    hidden = state.run_layer(0, state.embed(0), inputs)
+    hidden = state.layers[0](state.embed(0), inputs)
     with torch.autograd.graph.saved_tensors_hooks(lambda each: shapes.append(each.shape) or each, lambda each: each):
-        state.run_layer(1, hidden, inputs)
+        state.layers[1](hidden, inputs)
     config = state.config
     assert ((config.rows, config.hidden) in shapes) == kept and (config.rows, 2 * config.ffn) in shapes
