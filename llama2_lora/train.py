@@ -1,7 +1,7 @@
 """Llama 2 70B LoRA: a CUDA graph for the forward and one for the backward of every layer, or one for the whole step.
 
 The training loop without graphs. It stands at the end of this file, and its body is `eager_step`, or the `step` of a
-variant below:
+variant below (how to read a script: docs/reading_a_script.md):
 
     for step in range(num_steps):
         tokens, targets, weights = window(step)                     # one packed sequence, from host memory
@@ -21,7 +21,8 @@ backward by hand, two functions that call kernels on buffers allocated once, all
 `handwritten` layers (layers/handwritten.py). All 80 fit on one GPU of 141 GB.
 
 Captured:
-    graph_layer   each layer's forward, and each layer's backward: 160 graphs for 80 layers, which share a memory pool
+    graph_layer   each layer's forward, from hidden to hidden, and each layer's backward, from grad to grad, all of them
+                  buffers: 160 graphs for 80 layers, which share a memory pool
     graph_step    the loop body after the window's copy: one graph. On several ranks it ends with the backward
     With --cp ranks communicate inside attention, with --tp they add up their parts of a layer's sums. The graphs of
     both variants include this communication.
@@ -40,18 +41,18 @@ In plain torch, the capture of graph_layer and a step are:
     shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
     shared["capture_error_mode"] = "thread_local"       # other threads may call CUDA meanwhile
     forward, backward = ([torch.cuda.CUDAGraph() for _ in layers] for _ in range(2))
-    for layer, graph in zip(layers, forward):
+    for layer, graph in zip(layers, forward):           # hidden, grad: buffers, see section 1
         with torch.cuda.graph(graph, **shared):
-            stack.forward(layer)                        # kernels are recorded, not run. Python runs, once: it keeps
+            hidden = stack.forward(layer, *hidden)      # kernels are recorded, not run. Python runs, once: it keeps
                                                         # attention's output, so no later capture takes its memory
     for layer, graph in zip(reversed(layers), backward):
         with torch.cuda.graph(graph, **shared):
-            stack.backward(layer)                       # drops that output: later captures may take its memory
+            grad = stack.backward(layer, *grad)         # drops that output: later captures may take its memory
     state.reset()                                       # undoes the warm-up in place, since graphs hold addresses
 
     load_window(index), embed()                         # in a step: write what the first forward graph reads
     for graph in forward: graph.replay()                # the same kernels on the same memory
-    compute_loss()                                      # reads the last one's output, writes its gradient
+    compute_loss(*hidden)                               # reads the last layer's output, writes grad
     for graph in backward: graph.replay()               # in the order of capture
     update(), keep_loss(index)                          # read what the graphs wrote
 
@@ -66,6 +67,7 @@ Counted        AdamW's count and learning rate lie on the GPU. A kernel of `adam
                too. `state.reset` writes the rate, which is constant.
 Drawn anew     `embed` counts the steps on the GPU. A dropout mask is a hash of that count, so a replay draws new masks.
                Modules (--layer te, torch) draw from torch's generator, whose offset each replay moves on.
+The CPU waits  for the GPU in no step; losses are read after the loop.
 Freed          at the end of a run `session` calls reset() of each graph and drops it. That gives back their pool, which
                holds attention's outputs and temporary tensors; with modules also what autograd saved.
 
@@ -103,7 +105,43 @@ from llama2_lora.state import State, resolve
 MARK_EVERY = 16
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step. The baselines run it as it is, `eager` on layers of --layer, `eager_te` on Transformer Engine's.
+# 1. Build. State makes once, and never moves, all that eager code and graphs share. s: tokens of a window.
+#     state.inputs       tokens, targets, positions, bounds of documents, and weights of tokens: the static inputs
+#     state.stack        frozen weights, FP8 scales, loss, and the buffers of handwritten layers [s, hidden]:
+#         x[layer]       a layer's input, kept for its backward, as is what --keep says
+#         hidden         a layer's output in two summands, residual and MLP's output: the next layer adds them to x
+#         grad           the gradient of a layer's output, in FP32 or bf16 and quantised: its backward makes it that of
+#                        its input, in place
+#     state.adapters     the trained weights, grads (bf16) and main_grad (FP32), flat buffers
+#     state.adam         FP32 masters, moments, gradient norm, count of steps and learning rate
+
+
+def build(config: Config, device: torch.device, ranks) -> Training:
+    data_ranks = config.ranks(ranks.world_size).dp
+    kind = ranks.traits.get("layer", config.layer)  # of the layers: a variant may have a kind of its own
+    config, notes = resolve(config, ranks.preset, kind, device)  # as many layers as fit, and what they keep
+    state = State(config, device, kind, ranks.rank, ranks.world_size)  # all of the above
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Training(
+        state=state,
+        config=config,
+        results=state.read_losses,
+        grad_norms=state.read_grad_norms,
+        named_state=state.named_state,
+        reset=state.reset,
+        finish=state.finish,
+        items=config.tokens / config.tp,
+        unit="tokens",
+        flops=flops_per_step(config),
+        flops_convention=CAUSAL_HALF,
+        peak_flops=peak_flops(gpu, config.precision),
+        card=card(config, kind, on_gpu=device.type == "cuda"),
+        notes=[*notes, *state.notes],
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. The eager step. The baselines run it as it is, `eager` on layers of --layer, `eager_te` on Transformer Engine's.
 # @variant registers code for the command line and the harness (docs/reading_a_script.md): skip it at
 # first reading.
 
@@ -146,18 +184,18 @@ def forward_and_backward(state: State):
         stack.forward_and_backward()  # zeroes adapters.grads; loss.backward() adds to its views, the .grad tensors
         return
     with section("embedding"):
-        stack.embed()
+        hidden = stack.embed()  # counts the step on the GPU, for dropout's masks
     with section("forward"):
         for layer in layers:
-            stack.forward(layer)  # reads the buffers that the layer before wrote
+            hidden = stack.forward(layer, *hidden)  # overwrites hidden's buffers
             if layer % MARK_EVERY == 0:
                 mark()
     mark()
     with section("loss"):
-        stack.compute_loss()  # final norm, logits, cross-entropy, and the gradient of the last layer's output
+        grad = stack.compute_loss(*hidden)  # final norm, logits, cross-entropy, gradient of the last layer's output
     with section("backward"):
         for layer in reversed(layers):
-            stack.backward(layer)  # reads its output's gradient, overwrites its input's and its adapters'
+            grad = stack.backward(layer, *grad)  # in place; also overwrites its part of adapters.grads
             if layer % MARK_EVERY == 0:
                 mark()
     mark()
@@ -174,7 +212,7 @@ def update(state: State):
 
 
 # ------------------------------------------------------------------------------------------------
-# 2. graph_layer: a forward and a backward graph for each layer
+# 3. graph_layer: a forward and a backward graph for each layer
 
 
 @variant(
@@ -206,25 +244,27 @@ class GraphedLayers:
         # strides. load_window fills them; layer 0's forward, which is replayed first, checks them for all graphs.
         window = tuple(stack.inputs.values())
         self.forward, self.backward = [], []
+        hidden, grad = (stack.x[0], None), (stack.work["grad"], stack.work["grad_operand"])  # as in eager
         with capture.capturing():  # counts the seconds and the memory of the block
             for layer in layers:
-                graph, _ = pool.capture(partial(stack.forward, layer), window if layer == 0 else ())
+                graph, hidden = pool.capture(partial(stack.forward, layer, *hidden), window if layer == 0 else ())
                 self.forward.append(graph)
             for layer in reversed(layers):
-                graph, _ = pool.capture(partial(stack.backward, layer))
+                graph, grad = pool.capture(partial(stack.backward, layer, *grad))
                 self.backward.append(graph)
+        self.hidden = hidden  # the buffers that the last forward graph writes
 
     def step(self, index: int):
         state, stack = self.state, self.state.stack
         state.load_window(index)
         with section("embedding"):
-            stack.embed()
+            stack.embed()  # writes x[0], which the first forward graph reads
         with section("forward"):
             for graph in self.forward:
                 graph.replay()
         mark()
         with section("loss"):
-            stack.compute_loss()
+            stack.compute_loss(*self.hidden)  # writes grad, which the first backward graph reads
         with section("backward"):
             for graph in self.backward:  # captured from the last layer to the first
                 graph.replay()
@@ -234,7 +274,7 @@ class GraphedLayers:
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. graph_step: one graph
+# 4. graph_step: one graph
 
 
 @variant(
@@ -267,31 +307,9 @@ class GraphedStep:
 
 
 # ------------------------------------------------------------------------------------------------
-# 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,
-# and after the loop releases the graphs and their pool. run.step is the variant's step.
-
-
-def build(config: Config, device: torch.device, ranks) -> Training:
-    kind = ranks.traits.get("layer", config.layer)  # of the layers: a variant may have a kind of its own
-    config, notes = resolve(config, ranks.preset, kind, device)  # as many layers as fit, and what they keep
-    state = State(config, device, kind, ranks.rank, ranks.world_size)
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return Training(
-        state=state,
-        config=config,
-        results=state.read_losses,
-        grad_norms=state.read_grad_norms,
-        named_state=state.named_state,
-        reset=state.reset,
-        finish=state.finish,
-        items=config.tokens / config.tp,
-        unit="tokens",
-        flops=flops_per_step(config),
-        flops_convention=CAUSAL_HALF,
-        peak_flops=peak_flops(gpu, config.precision),
-        card=card(config, kind, on_gpu=device.type == "cuda"),
-        notes=[*notes, *state.notes],
-    )
+# 5. The loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset, and
+# after the loop releases the graphs and their pool. run.step is the variant's step. This loop trains by hand:
+# `make bench` calls run.step itself, and times these calls alone.
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ The base weights are frozen and have no gradient. So a layer's backward needs it
 the residual sum before the MLP and fc1's output, and nothing else. Only x is always kept. The rest is kept or computed
 again in the backward, layer by layer as --keep says (llama2_lora/plan.py). Both ways give the same bits.
 
-Layers are chained through buffers: layer l leaves its residual sum and its MLP's output. The norm at the start of layer
-l + 1 adds them, which gives its x. In the backward `grad` is the gradient of the residual stream, and `grad_operand`
-the same quantised for the GEMM that reads it first.
+Layers are chained through buffers: a layer's output is its residual sum and its MLP's output. The norm at the start of
+the next layer adds them, which gives its x. In the backward `grad` is the gradient of the residual stream, and
+`operand`, or `grad_operand`, the same quantised for the GEMM that reads it first.
 """
 
 import torch
@@ -27,7 +27,8 @@ QKV, PROJ = 0, 1
 class HandwrittenStack:
     """All layers with embedding and head.
 
-    A step: embed, forward(0), forward(1), ..., compute_loss, backward(last), ..., backward(0), update_scales.
+    A step: embed, forward of layer 0, 1, ..., compute_loss, backward of the last layer, ..., of 0, update_scales. These
+    return the buffers that they wrote, which the next one takes.
     inputs: name -> static tensor: tokens, targets, positions int64 [s], weights FP32 [s], the tokens' shares of the
     loss. keeps: names of what layer 0, 1, ... keeps. operators, attention: classes for this device, or functions that
     make them. loss: FP32, 0-d, this rank's part of the last step's loss. Gradients go to adapters.grads.
@@ -166,16 +167,20 @@ class HandwrittenStack:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def embed(self) -> None:
-        """Counts the step, whose number is in the masks of dropout, and looks up the embedding."""
+    def embed(self):
+        """Counts the step, whose number is in the masks of dropout, and looks up the embedding: layer 0's input."""
         self.operators.step.add_(1)
-        self._look_up()
+        return self._look_up()
 
     def _look_up(self):
         self.tensor.look_up(self.inputs["tokens"], self.weights.embedding, self.x[0])
+        return self.x[0], None
 
-    def forward(self, layer: int) -> None:
-        """Read the sums of layer - 1 (layer 0: x), leave residual sum and MLP output, keep what --keep says."""
+    def forward(self, layer: int, residual, mlp):
+        """Return the summands of the output, [s, hidden] each; keep what --keep says.
+
+        residual, mlp: the summands of the input; for layer 0 x[0] and None.
+        """
         c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
         x, gain = self.x[layer], self.weights.norms[layer][0]
         written = {
@@ -184,10 +189,10 @@ class HandwrittenStack:
             "dropped": self._view("dropped", c.hidden),
             "key": dropout_key(layer, QKV),
         }
-        if layer == 0:
-            operators.norm(x, gain, **written)
+        if mlp is None:
+            operators.norm(residual, gain, **written)
         else:
-            operators.norm(self._residual(layer - 1), gain, add=work["fc2"], total=x, **written)
+            operators.norm(residual, gain, add=mlp, total=x, **written)
         qkv = kept.get("qkv", work["qkv"])
         self._qkv(layer, qkv, recompute=False)
         out, rest = self.attention.forward(*self._heads(layer, qkv))
@@ -207,14 +212,15 @@ class HandwrittenStack:
         operators.swiglu(fc1, **written, stored_slot=fc1_slot, stored=stored)
         self._multiply(layer, "fc2", work["fc2_in"], work["fc2"])
         self.tensor.sum_(work["fc2"])
+        return self._residual(layer), work["fc2"]
 
-    def compute_loss(self) -> None:
-        """Final norm, logits, loss, and the gradient of the last layer's output."""
+    def compute_loss(self, residual, mlp):
+        """Final norm, logits and `loss` of the last layer's output. Returns its gradient, and that quantised."""
         c, work, last = self.config, self.work, self.config.layers - 1
         normed, grad = self._view("dropped", c.hidden), self._view("wide_grad", c.hidden)
         logits = self._view("fc1", c.vocab)
         gain = self.weights.final_norm
-        self.operators.norm(self._residual(last), gain, add=work["fc2"], total=work["final"], plain=normed)
+        self.operators.norm(residual, gain, add=mlp, total=work["final"], plain=normed)
         torch.mm(normed, self.weights.head.t(), out=logits)
         cross_entropy = (self.tensor if self.tensor.size > 1 else self.operators).cross_entropy
         cross_entropy(logits, self.inputs["targets"], self.inputs["weights"], work["losses"])
@@ -223,20 +229,22 @@ class HandwrittenStack:
         self.tensor.sum_(grad)
         slot = self.scaling.slot(last, "fc2_grad")
         self.operators.norm_backward(grad, work["final"], gain, work["grad"], operand=work["grad_operand"], slot=slot)
+        return work["grad"], work["grad_operand"]
 
-    def backward(self, layer: int) -> None:
-        """Read the gradient of the layer's output in `grad` and `grad_operand`, leave that of its input there."""
+    def backward(self, layer: int, grad, operand):
+        """From the gradient of the layer's output to that of its input, in place, and to its adapters' gradients."""
         work = self.work
         qkv, out, rest, residual, fc1 = self._again(layer)
-        self._mlp_backward(layer, residual, fc1)
-        self._proj_backward(layer, out)
+        self._mlp_backward(layer, residual, fc1, grad, operand)
+        self._proj_backward(layer, out, operand)
         parts = self._heads(layer, qkv)
         grads = self.attention.backward(self._view("wide_grad", self.config.q_width), *parts, out, rest)
         written = {"operand": work["qkv_grad_operand"], "slot": self.scaling.slot(layer, "qkv_grad")}
         self.operators.rope_backward(*grads, self.inputs["positions"], work["qkv_grad"], **written)
         self.attended[layer] = None
         del grads, out, rest
-        self._qkv_backward(layer)
+        self._qkv_backward(layer, grad, operand)
+        return grad, operand
 
     def _again(self, layer):
         """The tensors that the backward reads: kept, or computed again in the order of the forward."""
@@ -261,33 +269,30 @@ class HandwrittenStack:
             self._multiply(layer, "fc1", self._view("operand", c.hidden), fc1)
         return qkv, out, rest, residual, fc1
 
-    def _mlp_backward(self, layer, residual, fc1):
+    def _mlp_backward(self, layer, residual, fc1, grad, operand):
         c, work = self.config, self.work
-        self._multiply_back(layer, "fc2", work["grad_operand"], work["swiglu_grad"])
+        self._multiply_back(layer, "fc2", operand, work["swiglu_grad"])
         stored = self.scaling.slot(layer, "fc1_out") if c.precision == "fp8" else None
         written = {"operand": work["fc1_grad"], "slot": self.scaling.slot(layer, "fc1_grad")}
         self.operators.swiglu_backward(fc1, work["swiglu_grad"], **written, stored_slot=stored)
-        grad = self._view("wide_grad", c.hidden)
-        self._multiply_back(layer, "fc1", work["fc1_grad"], grad)
-        self.tensor.sum_(grad)
-        self._norm_backward(grad, residual, self.weights.norms[layer][1], self.scaling.slot(layer, "proj_grad"))
+        wide, slot = self._view("wide_grad", c.hidden), self.scaling.slot(layer, "proj_grad")
+        self._multiply_back(layer, "fc1", work["fc1_grad"], wide)
+        self.tensor.sum_(wide)
+        # Adds the gradient of the norm's input to `grad`, and writes the sum quantised.
+        gain = self.weights.norms[layer][1]
+        self.operators.norm_backward(wide, residual, gain, grad, residual=grad, operand=operand, slot=slot)
 
-    def _norm_backward(self, grad, x, gain, slot, **through):
-        """Add the gradient of a norm's input x to `grad`, and write the sum as `grad_operand`."""
-        stream, operand = self.work["grad"], self.work["grad_operand"]
-        self.operators.norm_backward(grad, x, gain, stream, residual=stream, operand=operand, slot=slot, **through)
-
-    def _proj_backward(self, layer, out):
+    def _proj_backward(self, layer, out, operand):
         """The gradient of attention's output to `wide_grad`, those of the projection's adapter to their place."""
         c, key = self.config, self._proj_key(layer)
         grad, dropped = self._view("wide_grad", c.q_width), self._view("dropped", c.q_width)
-        self._multiply_back(layer, "proj", self.work["grad_operand"], grad)
+        self._multiply_back(layer, "proj", operand, grad)
         self.operators.quantize(out, dropped=dropped, key=key)
         through = self._view("dropped_grad", c.q_width)
         self._adapter_backward(layer, "proj", "grad", self.a[layer][PROJ], dropped, through)
         self.operators.add_dropout_gradient(grad, through, key=key)
 
-    def _qkv_backward(self, layer):
+    def _qkv_backward(self, layer, grad, operand):
         c, work, x, key = self.config, self.work, self.x[layer], dropout_key(layer, QKV)
         gain, dropped = self.weights.norms[layer][0], self._view("dropped", c.hidden)
         self.operators.norm(x, gain, dropped=dropped, key=key)
@@ -296,15 +301,15 @@ class HandwrittenStack:
         self._adapter_backward(layer, "qkv", "qkv_grad", self.a[layer][QKV], dropped, through)
         if layer == 0:
             return
-        grad = self._view("wide_grad", c.hidden)
-        self._multiply_back(layer, "qkv", work["qkv_grad_operand"], grad)
+        wide = self._view("wide_grad", c.hidden)
+        self._multiply_back(layer, "qkv", work["qkv_grad_operand"], wide)
         if self.tensor.size > 1:
             # The adapter's part of the gradient is a summand, too: both are added up in one collective.
-            self.operators.add_dropout_gradient(grad, through, key=key)
-            self.tensor.sum_(grad)
+            self.operators.add_dropout_gradient(wide, through, key=key)
+            self.tensor.sum_(wide)
             through = None
-        slot = self.scaling.slot(layer - 1, "fc2_grad")
-        self._norm_backward(grad, x, gain, slot, through_dropout=through, key=key)
+        written = {"operand": operand, "slot": self.scaling.slot(layer - 1, "fc2_grad")}
+        self.operators.norm_backward(wide, x, gain, grad, residual=grad, **written, through_dropout=through, key=key)
 
     def _adapter_backward(self, layer, name, grad, a, dropped, through):
         """Gradients of both matrices, and of the dropped-out input to `through` unless that is None.

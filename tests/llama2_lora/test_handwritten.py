@@ -84,13 +84,13 @@ def test_a_layer_keeps_what_it_is_told():
     assert [set(kept) for kept in stack.kept] == [set(), {"qkv", "residual"}, {"qkv", "residual", "fc1"}]
     assert stack.holds_transposes == [False, False, True]
     assert stack.kept[2]["fc1"].dtype == torch.float8_e4m3fn
-    stack.embed()
+    hidden = stack.embed()
     for layer in range(3):
-        stack.forward(layer)
+        hidden = stack.forward(layer, *hidden)
     assert [each is not None for each in stack.attended] == [False, False, True]
-    stack.compute_loss()
+    grad = stack.compute_loss(*hidden)
     for layer in (2, 1, 0):
-        stack.backward(layer)
+        grad = stack.backward(layer, *grad)
     assert stack.attended == [None] * 3
 
 
@@ -129,9 +129,9 @@ def test_delayed_scaling_uses_the_largest_amax_of_its_history():
     for factor in (1.0, 4.0, 1.0, 1.0):
         for norms in stack.weights.norms:
             norms[1].fill_(factor)
-        stack.embed()
+        hidden = stack.embed()
         for layer in range(config.layers):
-            stack.forward(layer)
+            hidden = stack.forward(layer, *hidden)
         seen.append(float(slot.amax))
         stack.update_scales()
         assert float(slot.scale) == pytest.approx(448 / max(seen[-2:]))

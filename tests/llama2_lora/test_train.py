@@ -74,9 +74,9 @@ def test_variants_take_turns_on_one_state():
     expected = follow_eager(state, 2)
 
     def held_after_forward():
-        state.stack.embed()
+        hidden = state.stack.embed()
         for layer in range(TINY.layers):
-            state.stack.forward(layer)
+            hidden = state.stack.forward(layer, *hidden)
         held = sum(each is not None for each in state.stack.attended)
         state.stack.attended = [None] * TINY.layers
         return held
