@@ -57,7 +57,8 @@ def found(checkout):
 
 def test_the_script_to_start_from_stays_small():
     text = (ROOT / "examples" / "minimal" / "train.py").read_text()
-    assert len(text.splitlines()) <= 90
+    code = text.split('"""', 2)[2].strip()
+    assert len(code.splitlines()) <= 79
 
 
 def test_a_copy_passes_the_contract(checkout):

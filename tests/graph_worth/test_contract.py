@@ -4,9 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+
+from examples.minimal import train as minimal
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = (ROOT / "examples" / "minimal" / "train.py").read_text().replace("examples.minimal", "mine")
@@ -51,7 +55,7 @@ def test_a_script_outside_of_the_repository_trains_by_its_own_loop(train):
         (
             GRAPH,
             GRAPH.replace("graph_step", "eager"),
-            "variant 'eager' is declared at mine/train.py:67",
+            "variant 'eager' is declared at mine/train.py:76",
         ),
         (GRAPH, GRAPH.replace('kind="graph"', 'kind="fast"'), "kind 'fast' is not one of eager, graph, compile"),
         (GRAPH, GRAPH + 'reference="none", ', "reference 'none' of graph_step is no variant"),
@@ -155,3 +159,18 @@ def test_two_codes_of_one_name_are_told_apart_by_the_config(train):
 def test_a_graph_that_was_promised_and_not_made_fails(train):
     done = train("--variant", "graph_step", "--steps", "2", replaced=[(GRAPH, GRAPH.replace("graphs=1", "graphs=2"))])
     assert done.returncode == 1 and "failed: 1 graphs made, 2 promised" in done.stdout
+
+
+@pytest.mark.gpu
+def test_the_plain_torch_form_of_minimal_trains_as_eager():
+    """The lines of its docstring, as they stand."""
+    plain, losses = textwrap.dedent(minimal.__doc__.split("\n\n")[2]), []
+    for code in ("for index in range(num_steps): eager_step(state, index)", plain):
+        torch.manual_seed(0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            state = minimal.State(minimal.Config(), torch.device("cuda"))
+            torch.cuda.synchronize()  # the code sets another stream
+            exec(code, vars(minimal) | {"state": state, "num_steps": 8})
+            losses.append([float(state.losses[index]) for index in range(8)])
+    eager, graphed = losses
+    assert graphed == pytest.approx(eager, rel=1e-3) and eager[-1] < 0.95 * eager[0]
