@@ -3,7 +3,7 @@
 from common.precision import nvfp4
 from graph_worth import Compiled, Parameterized, Unsupported, require_compiler, variant
 from llama31.state import State
-from llama31.train import GraphedStep, eager_step
+from llama31.train import eager_step, graphed_step
 
 
 @variant(
@@ -57,7 +57,7 @@ def reduce_overhead(state: State, capture):
 )
 def in_fp4(state: State, capture):
     nvfp4.require_asked(state.config.precision)
-    return GraphedStep(state, capture)
+    return graphed_step(state, capture)
 
 
 @variant(

@@ -1,7 +1,7 @@
 """Llama 3.1: forward and backward of all microbatches of a step in one CUDA graph, a second graph for validation.
 
 The training loop without graphs. The loop is at the end of this file, its body is `eager_step`, or the `step` of a
-variant below:
+variant below (how to read a script: docs/reading_a_script.md):
 
     for step in range(num_steps):
         zero(main_grad)                                       # the gradient of each parameter
@@ -52,6 +52,7 @@ Read in time   end_step reads state.microbatch_losses before the next replay ove
 Reused         once a microbatch's backward is recorded, later microbatches, also in graphs of their own, and the
                validation's graph reuse the memory of its activations. These graphs may share a pool, in any order of
                replay, since they never run at the same time and nothing in the pool is read after a replay.
+The CPU waits  for the GPU in no step, unless --clip host or --nan-checks says so; losses are read after the loop.
 Freed          at the end of a run `session` calls reset() of all graphs, which gives their pool back, and then ends the
                communicators that the graphs hold.
 All variants keep the same activations for the backward, and compute the others again (--keep, memory/plan.py).
@@ -73,6 +74,8 @@ if __name__ == "__main__":
     # Before torch is imported: --help and mistakes are answered at once.
     args = parse("llama31", Config, PRESETS, require=require_runnable, **FACTS)
 
+from functools import partial
+
 import torch
 
 from common.flops import CAUSAL_HALF, peak_flops
@@ -86,242 +89,19 @@ from llama31.state import State
 from llama31.validation import GraphedValidation, validate
 
 # ------------------------------------------------------------------------------------------------
-# 1. The eager step. The baseline `eager` runs it as it is. @variant registers it for the command line and the harness
-# (graph_worth/contract.py, docs/reading_a_script.md): skip @variant at first reading.
-
-
-@variant(
-    "eager",
-    kind="eager",
-    help="kernels launched one by one",
-    parity="bitwise",
-    headline=True,
-    builds=("", "validate", "torch_bf16", "nvfp4_emulated"),
-)
-def eager_step(state: State, index: int, update=None):
-    """One training step. Nothing in it waits for the device, unless --clip host reads the gradient norm.
-
-    update: called in the place of State.update, by `graph_optimizer`.
-    """
-    count = state.begin_step(index)  # copies all microbatches to state.inputs, zeroes main_grad
-    forward_and_backward(state, count)
-    with section("optimizer"):
-        (update or state.update)()  # clips, Adam, writes the weights
-    state.end_step(index)  # stores loss and gradient norm
-    if state.validates(index):  # --validate-every
-        validate(state)  # the mean loss of a held-out batch
-
-
-def forward_and_backward(state: State, count: int):
-    """All microbatches of a step, and the gradients' average over ranks: `graph_fwd_bwd` captures this function."""
-    if state.config.pp > 1:
-        pipeline.forward_and_backward(state, count)  # this stage's part, in the order of the schedule
-    else:
-        for microbatch in range(count):
-            train_microbatch(state, microbatch)
-    with section("reduction"):
-        state.reduce_gradients()
-
-
-def train_microbatch(state: State, microbatch: int):
-    with section("forward"):
-        hidden = state.embedding(state.inputs["tokens"][microbatch])
-        # Weights change once a step, so only the first microbatch casts them to FP8. Forward and backward of all
-        # microbatches read the FP8 copies, which are allocated before the captures. --weights fp8 needs no casts.
-        hidden = state.run_layers(hidden, first=microbatch == 0)
-    with section("loss"):
-        loss = state.microbatch_loss(hidden, microbatch)  # kept in state.microbatch_losses
-    mark()
-    with section("backward"):
-        loss.backward()  # adds to main_grad, see llama31/model.py
-    mark()
-
-
-# ------------------------------------------------------------------------------------------------
-# 2. One graph over all microbatches
-
-
-@variant(
-    "graph_fwd_bwd",
-    kind="graph",
-    help="NVIDIA's submission: forward and backward of all microbatches, with their communication, in one graph",
-    graphs=2,  # training, validation
-    replays=lambda c: c.replays(1),
-    parity="bitwise",
-    headline=True,
-    builds=("", "validate"),
-    formerly="graph",
-)
-class GraphedPass:
-    """One graph for forward and backward of all microbatches, and one for the validation.
-
-    They share a pool to save memory.
-    """
-
-    update_is_captured = False
-
-    def __init__(self, state: State, capture: Capture):
-        # One graph of all microbatches needs a constant number, that of step 0: config.py refuses a changing --ramp.
-        self.state, self.count, self.capture = state, state.num_microbatches(0), capture
-        self.pool = capture.pool()  # memory that the graphs share; without a GPU the graphs are host graphs
-        # Three eager steps on the state: libraries allocate and communicators connect at first use, not in a capture.
-        # `session` undoes them by state.reset before step 0, in place, since graphs hold addresses. All this is on one
-        # side stream (graph_worth/measuring/torch_settings.py), eager steps too.
-        capture.warm_up(eager_step)
-        with capture.timed("warmup_s"):
-            # Warm-up for the validation's pass without gradients. The first capture empties the allocator's cache,
-            # since graphs cannot use that memory. An eager pass after the first capture would fill the cache again.
-            pipeline.forward_only(state)
-        barrier()  # a rank that captures sends nothing, so no other may still wait for it
-        with capture.capturing():  # counts the seconds and the memory of this block, no more
-            self.graphs = self.capture_training()
-            self.validation = GraphedValidation(state, self.pool)
-        barrier()  # no rank starts a step, with its communication, while another still captures
-
-    def capture_training(self) -> list:
-        # pool.capture(fn, static) is the docstring's `with torch.cuda.graph(...)`: it records fn's launches and returns
-        # (graph, fn's result). Each replay checks that the tensors of static (here state.inputs) kept address, shape
-        # and strides. A replay also reads state.share, unchecked: begin_step fills it in place.
-        graph, _ = self.pool.capture(lambda: forward_and_backward(self.state, self.count), self.state.static)
-        return [graph]
-
-    def step(self, index: int):
-        """`eager_step` with one replay in the place of all microbatches."""
-        count = self.state.begin_step(index)
-        self.replay(count)
-        if not self.update_is_captured:
-            with section("optimizer"):
-                self.state.update()
-        self.state.end_step(index)
-        if self.state.validates(index):
-            self.validation.run()
-
-    def replay(self, count: int):
-        if count != self.count:
-            raise ValueError(
-                f"a step of {count} microbatches, the graph holds {self.count}: it must be captured again, which took "
-                f"{self.capture.capture_s:.1f} s and {self.pool.bytes() / 2**30:.2f} GiB; take --microbatches {count}, "
-                "or --variant graph_microbatch, whose graphs are replayed as often as asked"
-            )
-        with section("replay"):
-            self.graphs[0].replay()
-        mark()
-
-    def replays_of(self, index: int) -> int:
-        return 1 + self.state.validates(index)
-
-
-def barrier():
-    if collectives.group_size() > 1:
-        torch.distributed.barrier()
-
-
-# ------------------------------------------------------------------------------------------------
-# 3. More in the graph, and less
-
-
-@variant(
-    "graph_step",
-    kind="graph",
-    help="graph_fwd_bwd, with clipping and Adam in it",
-    graphs=2,
-    replays=lambda c: c.replays(1),
-    parity="bitwise",
-    headline=True,
-    formerly="full_step",
-)
-class GraphedStep(GraphedPass):
-    """Clipping and Adam in the graph as well: the host copies the batch, zeroes main_grad, replays and keeps the loss.
-
-    Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. The rate is
-    constant: state.reset writes it, in place. A schedule would write it before each replay. With several ranks the
-    graph holds the norm's reduction too. --clip host cannot be captured.
-    """
-
-    update_is_captured = True
-
-    def capture_training(self) -> list:
-        graph, _ = self.pool.capture(lambda: training_step(self.state, self.count), self.state.static)
-        return [graph]
-
-
-def training_step(state: State, count: int):
-    forward_and_backward(state, count)
-    state.update()
-
-
-@variant(
-    "graph_microbatch",
-    kind="graph",
-    help="a graph per microbatch, forward and backward",
-    graphs=lambda c: c.microbatches + 1,
-    replays=lambda c: c.replays(c.microbatches),
-    parity="bitwise",
-    formerly="chunk",
-    when=lambda c: c.pp == 1,
-)
-class GraphedMicrobatches(GraphedPass):
-    """A graph per microbatch, up to --microbatches. A step of fewer (--ramp) replays only the first graphs.
-
-    The number of graphs that a step replays may change, so the average after them is in none of them. It is a few
-    launches, and stays eager. Replays read state.share on the GPU.
-    """
-
-    def capture_training(self) -> list:
-        state, graphs = self.state, []
-        for microbatch in range(state.config.microbatches):
-            # The lambda is called at once, so it reads this microbatch.
-            graph, _ = self.pool.capture(lambda: train_microbatch(state, microbatch), state.static)  # noqa: B023
-            graphs.append(graph)
-        return graphs
-
-    def replay(self, count: int):
-        for graph in self.graphs[:count]:
-            with section("replay"):
-                graph.replay()
-            mark()
-        with section("reduction"):
-            self.state.reduce_gradients()
-
-    def replays_of(self, index: int) -> int:
-        return self.state.num_microbatches(index) + self.state.validates(index)
-
-
-@variant(
-    "graph_optimizer",
-    kind="graph",
-    help="clipping and Adam in one graph, beside an eager forward and backward",
-    graphs=1,
-    parity="bitwise",
-    traits={"part": "clipping and Adam"},
-)
-class GraphedOptimizer:
-    """The graph reads main_grad, whatever the pass was: its microbatches may change, and the host may read its losses.
-
-    Learning rate, Adam's count of steps and the gradient norm are on the device, as in graph_step.
-    """
-
-    def __init__(self, state: State, capture: Capture):
-        self.state, pool = state, capture.pool()
-        capture.warm_up(eager_step)
-        barrier()
-        with capture.capturing():
-            self.graph, _ = pool.capture(state.update, tuple(state.buckets.flats))
-        barrier()
-
-    def step(self, index: int):
-        eager_step(self.state, index, self.graph.replay)
-
-
-# ------------------------------------------------------------------------------------------------
-# 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,
-# and after the loop releases the graphs and their pool. run.step is the variant's step.
+# 1. Build. State makes once, and never moves, all that eager code and graphs share:
+#     state.inputs                tokens and targets int64 [microbatches, s, b]: the static inputs, of validation too
+#     state.share                 FP32: what a microbatch's loss counts for, 1 / number of microbatches
+#     weights, main_grad          of layers, embedding and head; main_grad lies in state.buckets
+#     state.adam                  FP32 masters, moments, gradient norm, count of steps and learning rate
+#     state.microbatch_losses, state.validation_losses            FP32 [microbatches]
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:
     # The kind of layer and the precision that run here, as many layers as fit, and what they keep for their backward.
     config, notes = resolve(config, ranks.preset, device, ranks.world_size)
-    state, data_ranks = State(config, device, ranks.rank, ranks.world_size), config.ranks(ranks.world_size).dp
+    state = State(config, device, ranks.rank, ranks.world_size)  # all of the above
+    data_ranks = config.ranks(ranks.world_size).dp
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Training(
         state=state,
@@ -339,6 +119,236 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         card=card(config, device, data_ranks),
         notes=[*notes, *state.notes],
     )
+
+
+# ------------------------------------------------------------------------------------------------
+# 2. The eager step. The baseline `eager` runs it as it is. @variant registers it for the command line and the harness
+# (graph_worth/contract.py, docs/reading_a_script.md): skip @variant at first reading.
+
+
+@variant(
+    "eager",
+    kind="eager",
+    help="kernels launched one by one",
+    parity="bitwise",
+    headline=True,
+    builds=("", "validate", "torch_bf16", "nvfp4_emulated"),
+)
+def eager_step(state: State, index: int):
+    """One training step. Nothing in it waits for the device, unless --clip host reads the gradient norm."""
+    count = state.begin_step(index)  # copies all microbatches to state.inputs, fills share, zeroes main_grad
+    training_step(state, count)
+    state.end_step(index)  # stores loss and gradient norm
+    if state.validates(index):  # --validate-every
+        validate(state)  # the mean loss of a held-out batch
+
+
+def training_step(state: State, count: int):
+    """From state.inputs to new weights: `graph_step` captures this function."""
+    forward_and_backward(state, count)
+    update(state)
+
+
+def forward_and_backward(state: State, count: int):
+    """All microbatches of a step, and the gradients' average over ranks: `graph_fwd_bwd` captures this function."""
+    if state.config.pp > 1:
+        pipeline.forward_and_backward(state, count)  # this stage's part, in the order of the schedule
+    else:
+        for microbatch in range(count):
+            train_microbatch(state, microbatch)
+    reduce_gradients(state)
+
+
+def train_microbatch(state: State, microbatch: int):
+    """Add a microbatch's gradients to main_grad: `graph_microbatch` captures this function."""
+    with section("forward"):
+        hidden = state.embedding(state.inputs["tokens"][microbatch])
+        # Weights change once a step, so only the first microbatch casts them to FP8. Forward and backward of all
+        # microbatches read the FP8 copies, which are allocated before the captures. --weights fp8 needs no casts.
+        hidden = state.run_layers(hidden, first=microbatch == 0)
+    with section("loss"):
+        loss = state.microbatch_loss(hidden, microbatch)  # kept in state.microbatch_losses
+    mark()
+    with section("backward"):
+        loss.backward()  # adds to main_grad, see llama31/model.py
+    mark()
+
+
+def reduce_gradients(state: State):
+    with section("reduction"):
+        state.reduce_gradients()
+
+
+def update(state: State):
+    with section("optimizer"):
+        state.update()  # clips, Adam, writes the weights
+
+
+# ------------------------------------------------------------------------------------------------
+# 3. Three variants: `captured` has a graph for each of its functions, `rest` runs eager behind the replays. These take
+# and return nothing: they read and write the buffers of section 1.
+
+
+@variant(
+    "graph_fwd_bwd",
+    kind="graph",
+    help="NVIDIA's submission: forward and backward of all microbatches, with their communication, in one graph",
+    graphs=2,  # training, validation
+    replays=lambda c: c.replays(1),
+    parity="bitwise",
+    headline=True,
+    builds=("", "validate"),
+    formerly="graph",
+)
+def graphed_pass(state: State, capture: Capture):
+    """A replay reads state.inputs, state.share and weights, and writes main_grad and state.microbatch_losses."""
+    captured = [partial(forward_and_backward, state, state.num_microbatches(0))]
+    return GraphedTraining(state, capture, captured, rest=[update])
+
+
+@variant(
+    "graph_step",
+    kind="graph",
+    help="graph_fwd_bwd, with clipping and Adam in it",
+    graphs=2,
+    replays=lambda c: c.replays(1),
+    parity="bitwise",
+    headline=True,
+    formerly="full_step",
+)
+def graphed_step(state: State, capture: Capture):
+    """Clipping and Adam in the graph as well: the host copies the batch, zeroes main_grad, replays and keeps the loss.
+
+    Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. The rate is
+    constant: state.reset writes it, in place. A schedule would write it before each replay. With several ranks the
+    graph holds the norm's reduction too. --clip host cannot be captured.
+    """
+    captured = [partial(training_step, state, state.num_microbatches(0))]
+    return GraphedTraining(state, capture, captured, rest=[])
+
+
+@variant(
+    "graph_microbatch",
+    kind="graph",
+    help="a graph per microbatch, forward and backward",
+    graphs=lambda c: c.microbatches + 1,
+    replays=lambda c: c.replays(c.microbatches),
+    parity="bitwise",
+    formerly="chunk",
+    when=lambda c: c.pp == 1,
+)
+def graphed_microbatches(state: State, capture: Capture):
+    """A graph per microbatch, up to --microbatches. A step of fewer (--ramp) replays only the first graphs.
+
+    The number of graphs that a step replays may change, so the average after them is in none of them. It is a few
+    launches, and stays eager. Replays read state.share on the GPU.
+    """
+    captured = [partial(train_microbatch, state, microbatch) for microbatch in range(state.config.microbatches)]
+    return GraphedTraining(state, capture, captured, rest=[reduce_gradients, update])
+
+
+class GraphedTraining:
+    """A step by graphs, and one more graph for the validation. They share a pool to save memory."""
+
+    def __init__(self, state: State, capture: Capture, captured, rest):
+        # One graph of all microbatches needs a constant number, that of step 0: config.py refuses a changing --ramp.
+        self.state, self.rest, self.count, self.capture = state, rest, state.num_microbatches(0), capture
+        self.pool = capture.pool()  # memory that the graphs share; without a GPU the graphs are host graphs
+        # Three eager steps on the state: libraries allocate and communicators connect at first use, not in a capture.
+        # `session` undoes them by state.reset before step 0, in place, since graphs hold addresses. All this is on one
+        # side stream (graph_worth/measuring/torch_settings.py), eager steps too.
+        capture.warm_up(eager_step)
+        with capture.timed("warmup_s"):
+            # Warm-up for the validation's pass without gradients. The first capture empties the allocator's cache,
+            # since graphs cannot use that memory. An eager pass after the first capture would fill the cache again.
+            pipeline.forward_only(state)
+        barrier()  # a rank that captures sends nothing, so no other may still wait for it
+        with capture.capturing():  # counts the seconds and the memory of this block, no more
+            self.capture_training(captured)
+            self.validation = GraphedValidation(state, self.pool)
+        barrier()  # no rank starts a step, with its communication, while another still captures
+
+    def capture_training(self, captured):
+        # pool.capture(fn, static) is the docstring's `with torch.cuda.graph(...)`: it records fn's launches and returns
+        # (graph, fn's result). Each replay checks that the tensors of static (here state.inputs) kept address, shape
+        # and strides. A replay also reads state.share, unchecked: begin_step fills it in place.
+        self.graphs = [self.pool.capture(function, self.state.static)[0] for function in captured]
+
+    def step(self, index: int):
+        """`eager_step` with replays in the place of what they hold."""
+        count = self.state.begin_step(index)
+        self.replay(count)
+        for function in self.rest:
+            function(self.state)
+        self.state.end_step(index)
+        if self.state.validates(index):
+            self.validation.run()
+
+    def replay(self, count: int):
+        if len(self.graphs) == 1 and count != self.count:
+            raise ValueError(
+                f"a step of {count} microbatches, the graph holds {self.count}: it must be captured again, which took "
+                f"{self.capture.capture_s:.1f} s and {self.pool.bytes() / 2**30:.2f} GiB; take --microbatches {count}, "
+                "or --variant graph_microbatch, whose graphs are replayed as often as asked"
+            )
+        for graph in self.graphs[:count]:  # the one, or one for each microbatch
+            with section("replay"):
+                graph.replay()
+            mark()
+
+    def evaluate(self) -> float:
+        """The validation, for a log: by its graph."""
+        return self.validation.evaluate()
+
+    def replays_of(self, index: int) -> int:
+        return min(len(self.graphs), self.state.num_microbatches(index)) + self.state.validates(index)
+
+
+def barrier():
+    if collectives.group_size() > 1:
+        torch.distributed.barrier()
+
+
+# ------------------------------------------------------------------------------------------------
+# 4. Clipping and Adam alone
+
+
+@variant(
+    "graph_optimizer",
+    kind="graph",
+    help="clipping and Adam in one graph, beside an eager forward and backward",
+    graphs=1,
+    parity="bitwise",
+    traits={"part": "clipping and Adam"},
+)
+class GraphedOptimizer:
+    """A replay reads main_grad, and writes weights, masters, moments, the gradient norm and the count of steps.
+
+    The pass is eager: its number of microbatches may change, and the host may read its losses.
+    """
+
+    def __init__(self, state: State, capture: Capture):
+        self.state, pool = state, capture.pool()
+        capture.warm_up(eager_step)
+        barrier()
+        with capture.capturing():
+            self.graph, _ = pool.capture(state.update, tuple(state.buckets.flats))
+        barrier()
+
+    def step(self, index: int):
+        state = self.state
+        forward_and_backward(state, state.begin_step(index))
+        with section("optimizer"):
+            self.graph.replay()
+        state.end_step(index)
+        if state.validates(index):
+            validate(state)
+
+
+# ------------------------------------------------------------------------------------------------
+# 5. The loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset, and
+# after the loop releases the graphs and their pool. run.step is the variant's step. This loop trains by hand:
+# `make bench` calls run.step itself, and times these calls alone.
 
 
 if __name__ == "__main__":

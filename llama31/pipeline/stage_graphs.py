@@ -14,7 +14,7 @@ from graph_worth import Pool, section, variant
 from llama31.model import run_again
 from llama31.pipeline import stage as pipeline
 from llama31.state import State
-from llama31.train import GraphedPass
+from llama31.train import GraphedTraining, reduce_gradients, update
 
 
 class Graphed:
@@ -147,22 +147,8 @@ class Replayed(pipeline.Called):
     parity="bitwise",
     formerly="layer",
 )
-class GraphedLayers(GraphedPass):
-    """The average over ranks stays eager, and so does what stages exchange."""
-
-    scope = "layer"
-
-    def capture_training(self) -> list:
-        self.passes = Replayed(self.state, self.pool, self.scope)
-        return []
-
-    def replay(self, count: int):
-        pipeline.forward_and_backward(self.state, count, self.passes)
-        with section("reduction"):
-            self.state.reduce_gradients()
-
-    def replays_of(self, index: int) -> int:
-        return self.passes.replays(self.state.num_microbatches(index)) + self.state.validates(index)
+def graphed_layers(state: State, capture):
+    return GraphedStage(state, capture, "layer")
 
 
 @variant(
@@ -173,8 +159,8 @@ class GraphedLayers(GraphedPass):
     replays=lambda c: c.replays(c.layer_passes),
     parity="bitwise",
 )
-class GraphedAttention(GraphedLayers):
-    scope = "attention"
+def graphed_attention(state: State, capture):
+    return GraphedStage(state, capture, "attention")
 
 
 @variant(
@@ -185,8 +171,8 @@ class GraphedAttention(GraphedLayers):
     replays=lambda c: c.replays(c.layer_passes),
     parity="bitwise",
 )
-class GraphedMLP(GraphedLayers):
-    scope = "mlp"
+def graphed_mlp(state: State, capture):
+    return GraphedStage(state, capture, "mlp")
 
 
 @variant(
@@ -195,10 +181,26 @@ class GraphedMLP(GraphedLayers):
     replays=lambda c: c.replays(2 * c.microbatches),
     when=lambda c: c.pp > 1,
 )
-class GraphedPasses(GraphedLayers):
+def graphed_passes(state: State, capture):
     """In a pipeline a microbatch goes forward and backward at different times, so each pass has a graph."""
+    return GraphedStage(state, capture, "stage")
 
-    scope = "stage"
+
+class GraphedStage(GraphedTraining):
+    """The average over ranks stays eager, and so does what stages exchange. scope: as in `Replayed`."""
+
+    def __init__(self, state: State, capture, scope: str):
+        self.scope = scope
+        super().__init__(state, capture, captured=(), rest=[reduce_gradients, update])
+
+    def capture_training(self, captured):
+        self.passes = Replayed(self.state, self.pool, self.scope)
+
+    def replay(self, count: int):
+        pipeline.forward_and_backward(self.state, count, self.passes)
+
+    def replays_of(self, index: int) -> int:
+        return self.passes.replays(self.state.num_microbatches(index)) + self.state.validates(index)
 
 
 def _run(state, call, first, hidden):
