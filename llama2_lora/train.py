@@ -1,7 +1,6 @@
 """Llama 2 70B LoRA: a CUDA graph for the forward and one for the backward of every layer, or one for the whole step.
 
-The training loop without graphs. It stands at the end of this file, and its body is `eager_step`, or the `step` of a
-variant below (how to read a script: docs/reading_a_script.md):
+The training loop without graphs, as the loop at the end of this file and `eager_step` run it:
 
     for step in range(num_steps):
         tokens, targets, weights = window(step)                     # one packed sequence, from host memory
@@ -24,14 +23,13 @@ Captured:
     graph_layer   each layer's forward, from hidden to hidden, and each layer's backward, from grad to grad, all of them
                   buffers: 160 graphs for 80 layers, which share a memory pool
     graph_step    the loop body after the window's copy: one graph. On several ranks it ends with the backward
-    With --cp ranks communicate inside attention, with --tp they add up their parts of a layer's sums. The graphs of
-    both variants include this communication.
+    Both include the communication in attention (--cp) and of a layer's sums (--tp).
 
 Not captured, and why:
     the window's copy          each window lies at another host address; a graph always reads the same addresses
     embedding, head and loss   in graph_layer: a few kernels, so a graph would save next to nothing
-    update                     in graph_layer: a few kernels over flat buffers, so as little to save. On several ranks
-                               in graph_step, too: a choice. An all-reduce can be captured, see stable_diffusion
+    update                     in graph_layer: as little. On several ranks in graph_step, too, by choice: an all-reduce
+                               can be captured, see stable_diffusion
     storing the loss           each step stores it at another address; a graph always writes to the same addresses
 
 In plain torch, the capture of graph_layer and a step are:
@@ -70,7 +68,6 @@ Drawn anew     `embed` counts the steps on the GPU. A dropout mask is a hash of 
 The CPU waits  for the GPU in no step; losses are read after the loop.
 Freed          at the end of a run `session` calls reset() of each graph and drops it. That gives back their pool, which
                holds attention's outputs and temporary tensors; with modules also what autograd saved.
-
 Graphs of Transformer Engine's layers, torch.compile, and graphs without a pool are in other_variants.py.
 
     python -m llama2_lora.train --preset tiny --variant graph_layer
@@ -101,8 +98,7 @@ from graph_worth import Capture, Unsupported, mark, section, session
 from llama2_lora.plan import card
 from llama2_lora.state import State, resolve
 
-# Layers between two marks: some 400 launches.
-MARK_EVERY = 16
+MARK_EVERY = 16  # layers between two marks: some 400 launches
 
 # ------------------------------------------------------------------------------------------------
 # 1. Build. State makes once, and never moves, all that eager code and graphs share. s: tokens of a window.
@@ -110,8 +106,7 @@ MARK_EVERY = 16
 #     state.stack        frozen weights, FP8 scales, loss, and the buffers of handwritten layers [s, hidden]:
 #         x[layer]       a layer's input, kept for its backward, as is what --keep says
 #         hidden         a layer's output in two summands, residual and MLP's output: the next layer adds them to x
-#         grad           the gradient of a layer's output, in FP32 or bf16 and quantised: its backward makes it that of
-#                        its input, in place
+#         grad           the gradient of a layer's output, also quantised: the backward overwrites it by its input's
 #     state.adapters     the trained weights, grads (bf16) and main_grad (FP32), flat buffers
 #     state.adam         FP32 masters, moments, gradient norm, count of steps and learning rate
 
@@ -142,8 +137,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
 
 # ------------------------------------------------------------------------------------------------
 # 2. The eager step. The baselines run it as it is, `eager` on layers of --layer, `eager_te` on Transformer Engine's.
-# @variant registers code for the command line and the harness (docs/reading_a_script.md): skip it at
-# first reading.
+# @variant registers code for command line and harness (docs/reading_a_script.md): skip it at first reading.
 
 
 @variant(
@@ -308,8 +302,7 @@ class GraphedStep:
 
 # ------------------------------------------------------------------------------------------------
 # 5. The loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset, and
-# after the loop releases the graphs and their pool. run.step is the variant's step. This loop trains by hand:
-# `make bench` calls run.step itself, and times these calls alone.
+# after the loop releases the graphs and their pool. `make bench` calls run.step itself, and times these calls alone.
 
 
 if __name__ == "__main__":

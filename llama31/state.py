@@ -202,14 +202,16 @@ class State(History):
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """After the last microbatch: sums over tensor ranks, means over data and context ranks. Can be captured."""
-        if self.norm_grads:
-            collectives.all_reduce_sum_(self.norm_grads, self.groups.tensor)
-        self.buckets.all_reduce_mean()
+        with section("reduction"):
+            if self.norm_grads:
+                collectives.all_reduce_sum_(self.norm_grads, self.groups.tensor)
+            self.buckets.all_reduce_mean()
 
     @torch.no_grad()
     def update(self) -> None:
         """Clipping, Adam, and the weights in their format. Can be captured, unless --clip host."""
-        self.adam.step()
+        with section("optimizer"):
+            self.adam.step()
 
     @torch.no_grad()
     def end_step(self, index: int) -> None:

@@ -1,7 +1,6 @@
 """Llama 3.1: forward and backward of all microbatches of a step in one CUDA graph, a second graph for validation.
 
-The training loop without graphs. The loop is at the end of this file, its body is `eager_step`, or the `step` of a
-variant below (how to read a script: docs/reading_a_script.md):
+The training loop without graphs, as the loop at the end of this file and `eager_step` run it:
 
     for step in range(num_steps):
         zero(main_grad)                                       # the gradient of each parameter
@@ -18,9 +17,8 @@ in place, and it lies in a bucket: a flat buffer that holds many main_grads, so 
 plain .grad: make it before the capture, and zero it in place, zero_grad(set_to_none=False).
 
 Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1): the loop over microbatches and the average after it,
-with all communication, in ONE graph. FP8 scales are computed inside the layers, so the graph holds them, too. All that
-is copied in before a replay or read after it is allocated before the capture, at an address that never changes: inputs,
-losses, main_grad, the gradient norm. In plain torch, the capture and a step are:
+with all communication, in ONE graph. FP8 scales are computed inside the layers, so the graph holds them, too. In plain
+torch, the capture and a step are:
 
     torch.cuda.set_stream(torch.cuda.Stream())                # before all else: captures cannot use the default stream
     for index in range(3): eager_step(state, index)           # warm-up: libraries allocate and choose kernels
@@ -56,7 +54,6 @@ The CPU waits  for the GPU in no step, unless --clip host or --nan-checks says s
 Freed          at the end of a run `session` calls reset() of all graphs, which gives their pool back, and then ends the
                communicators that the graphs hold.
 All variants keep the same activations for the backward, and compute the others again (--keep, memory/plan.py).
-
 In a pipeline (--pp), `graph_fwd_bwd` captures the whole schedule of a stage, sends and receives too. `graph_layer`, its
 halves `graph_attn` and `graph_mlp`, and a pipeline's `graph_microbatch`, are in pipeline/stage_graphs.py; torch.compile
 and NaN checks in other_variants.py.
@@ -98,8 +95,7 @@ from llama31.validation import GraphedValidation, validate
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:
-    # The kind of layer and the precision that run here, as many layers as fit, and what they keep for their backward.
-    config, notes = resolve(config, ranks.preset, device, ranks.world_size)
+    config, notes = resolve(config, ranks.preset, device, ranks.world_size)  # what runs here, and fits
     state = State(config, device, ranks.rank, ranks.world_size)  # all of the above
     data_ranks = config.ranks(ranks.world_size).dp
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -146,7 +142,7 @@ def eager_step(state: State, index: int):
 def training_step(state: State, count: int):
     """From state.inputs to new weights: `graph_step` captures this function."""
     forward_and_backward(state, count)
-    update(state)
+    state.update()  # clips, Adam, writes the weights
 
 
 def forward_and_backward(state: State, count: int):
@@ -156,7 +152,7 @@ def forward_and_backward(state: State, count: int):
     else:
         for microbatch in range(count):
             train_microbatch(state, microbatch)
-    reduce_gradients(state)
+    state.reduce_gradients()
 
 
 def train_microbatch(state: State, microbatch: int):
@@ -172,16 +168,6 @@ def train_microbatch(state: State, microbatch: int):
     with section("backward"):
         loss.backward()  # adds to main_grad, see llama31/model.py
     mark()
-
-
-def reduce_gradients(state: State):
-    with section("reduction"):
-        state.reduce_gradients()
-
-
-def update(state: State):
-    with section("optimizer"):
-        state.update()  # clips, Adam, writes the weights
 
 
 # ------------------------------------------------------------------------------------------------
@@ -202,8 +188,8 @@ def update(state: State):
 )
 def graphed_pass(state: State, capture: Capture):
     """A replay reads state.inputs, state.share and weights, and writes main_grad and state.microbatch_losses."""
-    captured = [partial(forward_and_backward, state, state.num_microbatches(0))]
-    return GraphedTraining(state, capture, captured, rest=[update])
+    count = state.num_microbatches(0)  # one graph of all needs a constant number: config.py refuses a changing --ramp
+    return GraphedTraining(state, capture, [partial(forward_and_backward, state, count)], rest=[State.update])
 
 
 @variant(
@@ -217,14 +203,12 @@ def graphed_pass(state: State, capture: Capture):
     formerly="full_step",
 )
 def graphed_step(state: State, capture: Capture):
-    """Clipping and Adam in the graph as well: the host copies the batch, zeroes main_grad, replays and keeps the loss.
+    """A replay also writes weights, masters, moments, gradient norm and count of steps, and reads the learning rate.
 
-    Learning rate, Adam's count of steps and the gradient norm are on the device, where a replay reads them. The rate is
-    constant: state.reset writes it, in place. A schedule would write it before each replay. With several ranks the
-    graph holds the norm's reduction too. --clip host cannot be captured.
+    The rate is constant: state.reset writes it, in place. A schedule would write it before each replay. With several
+    ranks the graph holds the norm's reduction too. --clip host cannot be captured.
     """
-    captured = [partial(training_step, state, state.num_microbatches(0))]
-    return GraphedTraining(state, capture, captured, rest=[])
+    return GraphedTraining(state, capture, [partial(training_step, state, state.num_microbatches(0))], rest=[])
 
 
 @variant(
@@ -244,14 +228,13 @@ def graphed_microbatches(state: State, capture: Capture):
     launches, and stays eager. Replays read state.share on the GPU.
     """
     captured = [partial(train_microbatch, state, microbatch) for microbatch in range(state.config.microbatches)]
-    return GraphedTraining(state, capture, captured, rest=[reduce_gradients, update])
+    return GraphedTraining(state, capture, captured, rest=[State.reduce_gradients, State.update])
 
 
 class GraphedTraining:
     """A step by graphs, and one more graph for the validation. They share a pool to save memory."""
 
     def __init__(self, state: State, capture: Capture, captured, rest):
-        # One graph of all microbatches needs a constant number, that of step 0: config.py refuses a changing --ramp.
         self.state, self.rest, self.count, self.capture = state, rest, state.num_microbatches(0), capture
         self.pool = capture.pool()  # memory that the graphs share; without a GPU the graphs are host graphs
         # Three eager steps on the state: libraries allocate and communicators connect at first use, not in a capture.
@@ -347,8 +330,7 @@ class GraphedOptimizer:
 
 # ------------------------------------------------------------------------------------------------
 # 5. The loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset, and
-# after the loop releases the graphs and their pool. run.step is the variant's step. This loop trains by hand:
-# `make bench` calls run.step itself, and times these calls alone.
+# after the loop releases the graphs and their pool. `make bench` calls run.step itself, and times these calls alone.
 
 
 if __name__ == "__main__":

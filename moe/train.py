@@ -1,7 +1,6 @@
 """Mixture of experts: Qwen3-30B-A3B and GPT-OSS, with graphs over growing parts of each layer up to the whole step.
 
-The training loop without graphs. The loop is at the end of this file, its body is `eager_step` (how to read a script:
-docs/reading_a_script.md):
+The training loop without graphs, as the loop at the end of this file and `eager_step` run it:
 
     for step in range(num_steps):
         for microbatch in range(num_microbatches):
@@ -29,8 +28,7 @@ Captured, a forward and a backward graph for each layer and microbatch, by
     graph_layer                      all four parts: hidden -> hidden
 or one graph, whose inputs and results are buffers of `State`, by
     graph_step                       all microbatches, embedding, loss, backward, clipping and Adam
-    graph_static                     forward and backward of all microbatches, with the ranks' exchange in buffers of
-                                     fixed size (static_buffers.py)
+    graph_static                     forward and backward, with the ranks' exchange in static buffers (static_buffers.py)
 
 In plain torch, graph_attn in one layer, then graph_step:
 
@@ -60,9 +58,8 @@ Not captured, and why:
     the batch           it comes from the host, each time from another address
     the kept loss       each step stores it at another address; a graph always writes to the same ones
     clip, Adam          by choice: only graph_step shows what they need, learning rate and step count in tensors
-    embedding, loss     eager beside graphs of layers: a few large kernels a microbatch
+    embedding, loss     eager beside graphs of layers, as the sum over ranks: a few large kernels
     rest of a layer     by choice: graphs of growing parts show what each part gains. With --ep `mix` has to be eager
-    sum over ranks      beside graphs of layers a few launches a step
 
 Copied in      the batch to state.inputs, by begin_step. For graphs of layers `Replayed` also copies hidden, and the
                gradients of x, y and routed's weights, to buffers. In graph_layer a layer reads the output of the layer
@@ -273,8 +270,7 @@ class GraphedLayers:
                 for number in range(state.config.layers):
                     before = layers[-1] if layers and not rest else None
                     layers.append(GraphedLayer(pool, state, microbatch, number, captured, rest, before))
-                # Of x, y and weights, or of the layer's output.
-                grads = grads or [torch.zeros_like(output) for output in layers[0].outputs[:3]]
+                grads = grads or [torch.zeros_like(output) for output in layers[0].outputs[:3]]  # of x, y, weights
                 for layer in reversed(layers):
                     layer.capture_backward(pool, grads)
 
@@ -326,8 +322,8 @@ class GraphedLayer:
         self.outputs = [pool.borrow(output.detach()) for output in self.outputs]
 
     def __call__(self, hidden, inputs):
-        # Autograd calls Replayed.backward only if an input requires a gradient. A frozen embedding's output does not,
-        # so it is made to; its gradient is None then. inputs: the graphs have read them where they lie.
+        # Autograd calls Replayed.backward only if hidden requires a gradient. A frozen embedding's output is made to;
+        # its gradient is None then. inputs: the graphs read them where they lie.
         hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
         outputs = Replayed.apply(hidden, self)
         return self.rest(self.layer, *outputs) if self.rest else outputs[0]
@@ -397,8 +393,7 @@ class GraphedStep:
 
 # ------------------------------------------------------------------------------------------------
 # 5. The loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset, and
-# after the loop releases the graphs and their pool. run.step is the variant's step. This loop trains by hand:
-# `make bench` calls run.step itself, and times these calls alone.
+# after the loop releases the graphs and their pool. `make bench` calls run.step itself, and times these calls alone.
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ QKV, PROJ = 0, 1
 class HandwrittenStack:
     """All layers with embedding and head.
 
-    A step: embed, forward of layer 0, 1, ..., compute_loss, backward of the last layer, ..., of 0, update_scales. These
-    return the buffers that they wrote, which the next one takes.
+    A step: embed, forward(0), ..., compute_loss, backward(last), ..., backward(0), update_scales. They pass buffers on.
     inputs: name -> static tensor: tokens, targets, positions int64 [s], weights FP32 [s], the tokens' shares of the
     loss. keeps: names of what layer 0, 1, ... keeps. operators, attention: classes for this device, or functions that
     make them. loss: FP32, 0-d, this rank's part of the last step's loss. Gradients go to adapters.grads.
@@ -177,10 +176,7 @@ class HandwrittenStack:
         return self.x[0], None
 
     def forward(self, layer: int, residual, mlp):
-        """Return the summands of the output, [s, hidden] each; keep what --keep says.
-
-        residual, mlp: the summands of the input; for layer 0 x[0] and None.
-        """
+        """Return the output as two summands, from those of the input (layer 0: x[0], None); keep what --keep says."""
         c, work, operators, kept = self.config, self.work, self.operators, self.kept[layer]
         x, gain = self.x[layer], self.weights.norms[layer][0]
         written = {
@@ -278,8 +274,7 @@ class HandwrittenStack:
         wide, slot = self._view("wide_grad", c.hidden), self.scaling.slot(layer, "proj_grad")
         self._multiply_back(layer, "fc1", work["fc1_grad"], wide)
         self.tensor.sum_(wide)
-        # Adds the gradient of the norm's input to `grad`, and writes the sum quantised.
-        gain = self.weights.norms[layer][1]
+        gain = self.weights.norms[layer][1]  # adds the gradient of the norm's input to grad
         self.operators.norm_backward(wide, residual, gain, grad, residual=grad, operand=operand, slot=slot)
 
     def _proj_backward(self, layer, out, operand):

@@ -14,7 +14,7 @@ from graph_worth import Pool, section, variant
 from llama31.model import run_again
 from llama31.pipeline import stage as pipeline
 from llama31.state import State
-from llama31.train import GraphedTraining, reduce_gradients, update
+from llama31.train import GraphedTraining
 
 
 class Graphed:
@@ -191,7 +191,7 @@ class GraphedStage(GraphedTraining):
 
     def __init__(self, state: State, capture, scope: str):
         self.scope = scope
-        super().__init__(state, capture, captured=(), rest=[reduce_gradients, update])
+        super().__init__(state, capture, captured=(), rest=[State.reduce_gradients, State.update])
 
     def capture_training(self, captured):
         self.passes = Replayed(self.state, self.pool, self.scope)
