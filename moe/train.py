@@ -28,7 +28,7 @@ Captured, a forward and a backward graph for each layer and microbatch, by
     graph_layer                      all four parts: hidden -> hidden
 or one graph, whose inputs and results are buffers of `State`, by
     graph_step                       all microbatches, embedding, loss, backward, clipping and Adam
-    graph_static                     forward and backward, with the ranks' exchange in static buffers (static_buffers.py)
+    graph_static                     forward and backward, the ranks' exchange in static buffers (static_buffers.py)
 
 In plain torch, graph_attn in one layer, then graph_step:
 
