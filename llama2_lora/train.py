@@ -39,7 +39,7 @@ In plain torch, the capture of graph_layer and a step are:
     shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
     shared["capture_error_mode"] = "thread_local"       # other threads may call CUDA meanwhile
     forward, backward = ([torch.cuda.CUDAGraph() for _ in layers] for _ in range(2))
-    for layer, graph in zip(layers, forward):           # hidden, grad: buffers, see section 1
+    for layer, graph in zip(layers, forward):           # hidden: at first x[0]; it and grad: see section 1
         with torch.cuda.graph(graph, **shared):
             hidden = stack.forward(layer, *hidden)      # kernels are recorded, not run. Python runs, once: it keeps
                                                         # attention's output, so no later capture takes its memory

@@ -69,8 +69,8 @@ Read in time   a graph's outputs, by the eager rest of the layer (graph_layer: t
                copy to the next layer's buffer, before the next backward is replayed. main_grad by Adam, losses and
                gradient norm by end_step, in their step.
 Reused         by later captures: a layer's activations and outputs, but not hidden, once its backward is captured.
-The CPU waits  for the GPU never in a step on one rank; with --ep in each `mix`, in graph_static once a step. Losses are
-               read after the loop.
+The CPU waits  for the GPU in no step on one rank; with --ep in each `mix`; in eager_static and graph_static once.
+               Losses are read after the loop.
 Freed          at the end of a run `session` calls reset() of every graph and drops it, which gives the pool back.
 
     python -m moe.train --preset tiny --variant graph_step
