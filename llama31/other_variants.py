@@ -30,7 +30,7 @@ def compiled(state: State, capture, mode="default"):
     apart="compiled",
 )
 def compiled_graphed(state: State, capture):
-    return compiled(state, capture).graphed(GraphedStep, "graph_step, each layer by torch.compile")
+    return compiled(state, capture).graphed(graphed_step, "graph_step, each layer by torch.compile")
 
 
 @variant(
