@@ -112,7 +112,6 @@ MARK_EVERY = 16  # layers between two marks: some 400 launches
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:
-    data_ranks = config.ranks(ranks.world_size).dp
     kind = ranks.traits.get("layer", config.layer)  # of the layers: a variant may have a kind of its own
     config, notes = resolve(config, ranks.preset, kind, device)  # as many layers as fit, and what they keep
     state = State(config, device, kind, ranks.rank, ranks.world_size)  # all of the above
