@@ -127,9 +127,7 @@ def _why_not_epochs(content: Epochs) -> str:
         for form in ("eager", "graphed"):
             number = sum(run.steps >= LEAST_STEPS for run in program_epochs.of(content, program, form))
             if number < LEAST_EPOCHS:
-                few[program] = (
-                    f"{program} {form}: {number} epochs of {LEAST_STEPS} steps, one program has {LEAST_EPOCHS}"
-                )
+                few.setdefault(program, f"{program} {form}: {number} epochs of {LEAST_STEPS} steps, of {LEAST_EPOCHS}")
     # A file whose time was short may have a single epoch of other programs.
     if all(run.program in few for run in content.runs):
         return next(iter(few.values()))

@@ -269,10 +269,11 @@ def require_folder_of_its_own(flag, path):
 
 def require_writable(flag, path):
     """Asked now, since what goes there is written after minutes of work."""
-    if path.exists() and not path.is_file():
+    # Path.exists raises OSError where a name is too long.
+    if os.path.exists(path) and not path.is_file():
         what = "this is a folder" if path.is_dir() else "this is none"
         raise ValueError(f"{flag} {path}: takes the path of a file, {what}")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
     try:
         # Tried, not asked: root may write everywhere, says the system, and in /proc nobody can.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):

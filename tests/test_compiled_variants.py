@@ -18,7 +18,8 @@ PLAIN = ("--layer", "torch", "--precision", "bf16")
     [
         ("gpt3", "graph_layer_compiled", PLAIN),
         ("llama31", "graph_step_compiled", PLAIN),
-        ("stable_diffusion", "graph_step_compiled", ()),
+        # Its tiny latents are too small for a GPU.
+        ("stable_diffusion", "graph_step_compiled", ("--latent-size", "16")),
     ],
 )
 def test_a_graph_of_compiled_code_trains_as_eager_does(model, variant, flags, tmp_path):

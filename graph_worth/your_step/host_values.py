@@ -147,7 +147,7 @@ def _names_in(code):
 
 
 class Reachable:
-    """What a step can reach on the host: through closures, globals, attributes and items, as it is now.
+    """The host state that a step can reach through closures, globals, attributes and items, as it is now.
 
     Objects and functions of the user's files are entered, and objects of libraries that these hold.
 

@@ -130,6 +130,11 @@ def test_epochs_that_are_no_evidence_are_refused(file, said, monkeypatch):
     assert publish.why_not(content()) == publish.UNKNOWN_SOURCE
 
 
+def test_a_program_of_one_epoch_is_published_beside_a_whole_one(monkeypatch):
+    monkeypatch.setattr(publish, "is_committed", lambda source: True)
+    assert publish.why_not(content(*(epoch(form, program="nanogpt") for form in ("eager", "graphed")))) == ""
+
+
 def test_the_table_has_epochs_steps_and_graphed_beside_busy_and_measure(tmp_path):
     nanogpt = {"program": "nanogpt", "step": "nanogpt-build"}
     more = [epoch("graphed", number, **nanogpt, busy_ms=3.9) for number in range(2)]

@@ -98,6 +98,7 @@ def test_a_field_may_be_set_to_what_python_calls_false():
         ("--record .", ["--record .", "a file", "folder"]),
         ("--profile /proc/x/y.json", ["--profile /proc/x/y.json", "cannot write in /proc"]),
         (f"--profile {'x' * 250}.json", ["--profile", "cannot write", "name too long"]),
+        (f"--record {'x' * 300}", ["--record x", "cannot write in", "File name too long"]),
         ("--record /dev/null", ["--record /dev/null", "takes the path of a file"]),
         ("--min-steps 1000001", ["--min-steps 1000001", "at most 1,000,000 steps"]),
         ("--profile x.pt", ["--profile x.pt", ".json"]),

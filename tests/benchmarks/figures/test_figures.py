@@ -174,17 +174,17 @@ def test_a_graph_of_compiled_code_is_held_to_the_compiled_program(tmp_path):
     """Its gain over `compile`, by that program's kernels: 12 us of the host's by 6 us of the GPU's."""
 
     def compiled(run):
-        for name, is_graph in (("compile", False), ("graph_compiled", True)):
+        for name, is_graph in (("compile", False), ("graph_step_compiled", True)):
             variant = run.builds[""].variants[name]
             variant.kind, variant.capture.graphs, variant.capture.promised_graphs = "compile", int(is_graph), None
 
     more = {
-        "names": ("eager", "compile", "graph_compiled"),
-        "ms": {"eager": 20.0, "compile": 12.0, "graph_compiled": 6.0},
+        "names": ("eager", "compile", "graph_step_compiled"),
+        "ms": {"eager": 20.0, "compile": 12.0, "graph_step_compiled": 6.0},
     }
     put(tmp_path, 0, change=compiled, issue=(12.0, 6.0), **more)
     (point,) = points(frame.load(tmp_path)).itertuples()
-    assert (point.variant, point.program) == ("graph_compiled", "compile")
+    assert (point.variant, point.program) == ("graph_step_compiled", "compile")
     assert point.program_ratio == pytest.approx(2.0) and point.ratio == pytest.approx(20 / 6)
 
 
