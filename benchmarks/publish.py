@@ -122,7 +122,7 @@ def _why_not_epochs(content: Epochs) -> str:
         return UNKNOWN_SOURCE
     if not content.runs:
         return "it holds no epoch"
-    few = {}
+    few: dict[str, str] = {}
     for program in dict.fromkeys(run.program for run in content.runs):
         for form in ("eager", "graphed"):
             number = sum(run.steps >= LEAST_STEPS for run in program_epochs.of(content, program, form))
