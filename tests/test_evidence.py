@@ -7,8 +7,10 @@ import subprocess
 
 import pytest
 
-from benchmarks import publish
-from graph_worth.folders import ROOT
+from benchmarks import frame, publish
+from graph_worth.folders import OWN_STEP, ROOT
+from graph_worth.harness import script
+from graph_worth.harness.judge import PASS
 from tests.helpers.made_run import made_run, write
 
 # A run file, or a file of a session of the archive; what is made from them stands beside them and may change.
@@ -69,3 +71,18 @@ def test_what_is_published_may_move_and_neither_change_nor_go(tmp_path, name, mo
     assert len(lost(root)) == 2
     moved.write_bytes(data + b" ")
     assert len(lost(root)) == 2
+
+
+def test_the_log_lists_what_no_published_run_has_measured():
+    points = frame.load(ROOT / "results").points
+    points = points[(points["status"] == PASS) & (points["gpu"] != "CPU")]
+    measured = {model: set(rows["variant"]) for model, rows in points.groupby("model")}
+    named = {}
+    for model in script.models():
+        sources = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / model).rglob("*.py")))
+        named[model] = set(re.findall(r"@variant\(\s*\"(\w+)\"", sources)) - measured[model]
+    labels = [label.split("-build")[0].replace("-", "_") for label in points[points["model"] == OWN_STEP]["label"]]
+    named["examples/steps"] = {path.stem for path in (ROOT / "examples/steps").glob("*.py")} - {*labels}
+    section = (ROOT / "docs/log.md").read_text(encoding="utf-8").split("## Has no published run\n")[1].split("\n## ")[0]
+    listed = {name: set(words.split(", ")) for name, words in re.findall(r"^- (\S+): (.+)$", section, re.MULTILINE)}
+    assert listed == {name: words for name, words in named.items() if words}
