@@ -129,7 +129,7 @@ def _partial(path):
 
 
 def _packed(path):
-    rows.read(rows.files(str(path), "train"), 32000)
+    rows.read(rows.files(str(path)), 32000)
 
 
 def _shards(path):

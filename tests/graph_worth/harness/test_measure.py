@@ -158,7 +158,7 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
     [
         (("NVIDIA H100",), True, False, WHOLE),
         (("NVIDIA H100",), True, True, [*WHOLE, "mine"]),
-        (("NVIDIA H100",), False, False, measure.USUAL),
+        (("NVIDIA H100",), False, False, [*measure.USUAL]),
         (("NVIDIA H100",), False, True, [*measure.USUAL, "mine"]),
         ((), True, False, PARTS),
         ((), True, True, [*PARTS, "mine"]),
