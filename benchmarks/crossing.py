@@ -45,7 +45,7 @@ def sentence(over: str, points: Iterable[Point]) -> str:
     again = f" It gains again at {' and '.join(amount(over, value) for value in more)}." if more else ""
     if end == ordered[0]:
         return f"Even at {size}, the smallest size, a graph gains less than 5 %{host}.{again}"
-    return f"Above {size} a graph gains less than 5 %{host}.{again}"
+    return f"At {size} and above, a graph gains less than 5 %{host}.{again}"
 
 
 def amount(over: str, value: int) -> str:

@@ -37,7 +37,7 @@ def draw(results: Results) -> Page:
         "A mark is a graph in one run. Lines: gain = the host's time to launch a kernel / the mean kernel, never "
         f"below 1. Graphs lie {100 * error.median():.0f} % (median) from the line of their own host. "
         "Hollow: the run stood beside other work, or its host changed its pace. "
-        "Dark rim: compiled code, with its graph's gain over it."
+        "With a rim: compiled code, with its graph's gain over it."
     )
     footer = f"{counted(len(points), 'graph')} in {counted(points['run'].nunique(), 'run')} on "
     footer += f"{counted(points['host'].nunique(), 'host')}, {int(points['counts'].sum())} on quiet or unknown hosts"

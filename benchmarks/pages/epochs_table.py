@@ -18,7 +18,8 @@ EXPLANATION = (
     "[Whole programs](../examples/programs) with a loader, a log every 10 steps and a checkpoint. *s* is an epoch of "
     "{steps} steps, with warm-up, captures or compiling. *ms* is a step after the 30th. Ranges are over processes; a "
     "number without a range is from one.{compiler} *busy* is the time in which the GPU works in a graphed step, and "
-    "*measure* the graph_step of [measure](your_step.md). The programs train in bf16, Muon in fp32."
+    "*measure* the graph_step of [measure](your_step.md). Eager's pace differs between hosts and processes, and so do "
+    "the gains. The programs train in bf16, Muon in fp32."
 )
 COMPILER = " The compiler's cache was empty in the first one."
 
@@ -77,17 +78,20 @@ def _cells(results, content, program, forms):
         texts.append(f"{ms['eager'] / ms['graphed']:.2f}x")
         busy = program_epochs.numbers(content, program, "graphed", "busy_ms")
         step = next(run.step for run in content.runs if run.program == program)
-        known = ({"busy": statistics.median(busy)} if busy else {}) | _measured(results, content, step)
+        name, measured_ms, gain = _measured(results, content, step)
+        known = ({"busy": statistics.median(busy)} if busy else {}) | ({name: measured_ms} if name else {})
         texts += [f"{name} {cell(value)} ({100 * (ms['graphed'] / value - 1):+.1f} %)" for name, value in known.items()]
+        texts[-1] += f" and {gain:.2f}x" * bool(name)
     return [program, *seconds, *steps, ", ".join(texts)]
 
 
 def _measured(results, content, step):
-    """Return the gain of graph_step by `measure` for the same step, on this host or in its newest run elsewhere."""
+    """Return a name, ms and gain of graph_step by `measure` for the same step, here or in its newest run elsewhere."""
     points = results.points
     gpu = content.host.gpus[0].name if content.host.gpus else "CPU"
     wanted = {"variant": "graph_step", "label": step, "gpu": gpu, "status": PASS, "busy_processes": 0}
     points = points[(points[list(wanted)] == list(wanted.values())).all(axis=1)].sort_values("begin_utc")
     here = points[points["host"] == content.host.boot]
     rows = here if len(here) else points
-    return {"measure" if len(here) else "measure on another host": rows["ms"].iloc[-1]} if len(rows) else {}
+    name = "measure" if len(here) else "measure on another host"
+    return (name, rows["ms"].iloc[-1], rows["ratio"].iloc[-1]) if len(rows) else ("", 0.0, 0.0)

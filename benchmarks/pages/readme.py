@@ -137,15 +137,22 @@ def _launch(results, page, argument):
 
 
 def _needs(results, page, argument):
-    if not headlines.of(results):
+    lines = headlines.of(results)
+    if not lines:
         return NOTHING
-    reserved = "GiB is the peak memory that torch reserved when only this graph ran. Rows with an H100 fit into 80 GB."
+    reserved = "GiB is the peak memory that torch reserved when only this graph ran. "
+    large = " and ".join(in_markdown(line.words) for line in lines if not _fits(line))
+    reserved += f"All rows{f' but {large}' if large else ''} fit into 80 GB: they ran on an H100, or need under 70 GiB."
     minutes = [run_minutes for _, run in results.runs if _is_bench(run) and (run_minutes := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
     whole = [run for _, run in results.runs if "doctor" in run.seconds and len(run.builds) > 1]
     seconds = max((sum(run.seconds.values()) for run in whole), default=0.0)
     measured = f"`make measure` with compiled variants took at most {seconds:.0f} s." if seconds else ""
     return " ".join(filter(None, [took, measured, f"Measured with {_versions(results)}.", reserved]))
+
+
+def _fits(line: headlines.Headline) -> bool:
+    return any(gpu.gpu == "H100" or 0 < (gpu.reserved_bytes or 0) < 70 * 2**30 for gpu in line.gpus)
 
 
 def minutes_of(run: Run) -> float:

@@ -8,8 +8,10 @@ from urllib.parse import quote
 from pandas import DataFrame
 
 from benchmarks import frame
+from benchmarks.crossing import LEAST_GAIN
 from benchmarks.frame import Results, Row
 from benchmarks.pages.markdown import in_markdown
+from graph_worth.harness.best import EAGER
 from graph_worth.harness.judge import ESTIMATED, PASS
 from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import cell, gib, milliseconds, percent, span, times, with_span
@@ -86,6 +88,10 @@ def hosts(row: Row) -> str:
     return cells.hosts_text(row.hosts, row.archived_hosts, row.unknown_hosts * (row.gpu != "CPU"))
 
 
+def _is_small(row: Row) -> bool:
+    return row.fastest not in ("", EAGER) and (row.gain or LEAST_GAIN) < LEAST_GAIN
+
+
 CELLS: dict[str, Callable[[Row], str]] = {
     "workload": lambda row: row.workload,
     "variant": lambda row: f"{row.variant} (base again)" if row.control else row.variant,
@@ -99,7 +105,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "on hosts": lambda row: str(row.hosts or "") + (f" ({row.archived_hosts})" if row.archived_hosts else ""),
     "gain over hosts": lambda row: with_beside(gain_and_interval(row), row),
     "gain, hosts": lambda row: _behind_first(with_beside(gain_and_interval(row), row), hosts(row) if row.hosts else ""),
-    "fastest": lambda row: row.fastest,
+    "fastest": lambda row: row.fastest + "; gains under 5 %" * _is_small(row),
     "at most": lambda row: at_most(row, span(row.ceiling_low, row.ceiling_high, ".3f", "x")),
     "hosts": lambda row: hosts(row) if row.hosts else "",
     "note": lambda row: row.note if row.status == PASS else row.status,

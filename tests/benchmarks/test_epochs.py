@@ -146,13 +146,13 @@ def test_the_table_has_epochs_steps_and_graphed_beside_busy_and_measure(tmp_path
     text = epochs_table.markdown(frame.load(tmp_path), tmp_path / "page.md")
     *_, muon_row, row = text.splitlines()
     assert muon_row.endswith(
-        "| 4.0 to 5.0 | 4.0 to 5.0 | 4.0 to 5.0 | 10.00 | 4.00 | 8.00 | 2.50x, measure 5.00 (-20.0 %) |"
+        "| 4.0 to 5.0 | 4.0 to 5.0 | 4.0 to 5.0 | 10.00 | 4.00 | 8.00 | 2.50x, measure 5.00 (-20.0 %) and 2.40x |"
     )
     assert row.endswith("| failed: no compiler here | 10.00 | 4.00 |  | 2.50x, busy 3.90 (+2.6 %) |")
     assert "(h200x1/epochs/20261129T101500Z-a7d396c1.json), torch 2.11. Beside 1 benchmark on other GPUs." in text
     elsewhere = replace(content(), host=replace(content().host, boot="a"))
     written(tmp_path, elsewhere)
-    assert "measure on another host 2.00 (+100.0 %)" in epochs_table.markdown(
+    assert "measure on another host 2.00 (+100.0 %) and 6.00x" in epochs_table.markdown(
         frame.load(tmp_path), tmp_path / "page.md"
     )
 

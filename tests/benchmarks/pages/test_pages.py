@@ -204,6 +204,12 @@ def test_the_whole_range_beside_other_work_stands_there_where_its_end_is_no_news
     assert cells.beside(None, None, (1.0, 1.86)) == cells.beside(float("nan"), float("nan"), (1.0, 1.86)) == ""
 
 
+@pytest.mark.parametrize(("ms", "more"), [(9.6, "; gains under 5 %"), (9.5, "")])
+def test_a_fastest_graph_that_gains_little_says_so(ms, more, tmp_path):
+    write(made_run(ms={"eager": 10.0, "graph_layer": ms}), tmp_path / "h200x1/gpt3-bench")
+    assert f"| capture each layer; bitwise{more} |" in table("model", tmp_path, "gpt3").splitlines()[-1]
+
+
 def test_a_row_of_runs_beside_other_work_says_so_and_is_no_headline(tmp_path):
     run = made_run(ms=MS)
     run.builds[""].cycles[0].others = 1
@@ -310,6 +316,7 @@ def test_memory_minutes_and_versions_are_those_of_the_runs(tmp_path):
     assert "took 3.5 to 3.5 minutes a model. Measured with torch 2.13. " in text
     assert "| 3.0 (H100) | one unknown H100 |" in table("front", tmp_path)
     assert "make measure" not in text
+    assert text.endswith(" All rows fit into 80 GB: they ran on an H100, or need under 70 GiB.")
     # Of several processes, with the doctor's seconds.
     with_apart(run, "compiled")
     run.seconds = {"doctor": 15.0, "blocks": 124.4}
@@ -317,6 +324,8 @@ def test_memory_minutes_and_versions_are_those_of_the_runs(tmp_path):
     assert "`make measure` with compiled variants took at most 139 s. Measured with" in table("needs", tmp_path)
     run.end_utc = "a day"
     assert readme.minutes_of(run) == 0
+    write(made_run(alone={"eager": 2**30, "graph_layer": 70 * 2**30}), tmp_path / "large/h200x1/gpt3-bench")
+    assert " All rows but GPT-3 175B fit into 80 GB: " in table("needs", tmp_path / "large")
 
 
 def test_what_failed_and_the_controls_are_counted(tmp_path):
@@ -426,7 +435,8 @@ def test_a_sweep_has_a_table_a_figure_and_the_size_at_which_its_gain_ends(tmp_pa
     put_sweep(tmp_path, oom=(1024,))
     heading, sentence, figure, _, _, *lines = re.split("\n+", table("sweeps", tmp_path, "llama2_lora"))
     assert heading == "### By sequence: `graph_layer`, slice, H200"
-    assert sentence == "Above 512 tokens (67 us a kernel) a graph gains less than 5 % on a host of 50 us a kernel."
+    end = "At 512 tokens (67 us a kernel) and above, a graph gains less than 5 % on a host of"
+    assert sentence == f"{end} 50 us a kernel."
     assert figure.endswith("(figures/sweep-h200-llama2_lora-slice-over-sequence-graph_layer.svg)")
     cells = [line.strip("| ").split(" | ") for line in lines]
     assert [line[0].lstrip("[").partition("]")[0] for line in cells] == ["128", "256", "512", "1,024"]
@@ -439,8 +449,8 @@ def test_a_sweep_of_several_hosts_says_for_each_where_its_gain_ends(tmp_path):
     put_sweep(tmp_path)
     put_sweep(tmp_path, host_ms=60.0, boot="c", number=1)
     text = table("sweeps", tmp_path, "llama2_lora")
-    assert "- Host b: Above 512 tokens (67 us a kernel) a graph gains less than 5 % on a host of 50 us a" in text
-    assert "- Host c: Above 1,024 tokens (133 us a kernel) a graph gains less than 5 % on a host of 100 us a" in text
+    assert "- Host b: At 512 tokens (67 us a kernel) and above, a graph gains less than 5 % on a" in text
+    assert "- Host c: At 1,024 tokens (133 us a kernel) and above, a graph gains less than 5 % on a" in text
     assert text.count("| b |") == text.count("| c |") == 4
 
 
