@@ -17,7 +17,7 @@ The 69 billion base weights are frozen, so a layer's backward only has to comput
 gradient of its input. For that it reads the layer's input, which is kept, and four more tensors of the forward, which
 are kept or computed again. Autograd would keep many more, too many for one GPU. So we wrote a layer's forward and
 backward by hand, two functions that call kernels on buffers allocated once, all but attention's output: the
-`handwritten` layers (layers/handwritten.py). All 80 fit on one GPU of 141 GB.
+`handwritten` layers (layers/handwritten.py). All 80 fit on one GPU of 80 GB.
 
 Captured:
     graph_layer   each layer's forward, from hidden to hidden, and each layer's backward, from grad to grad, all of them

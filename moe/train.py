@@ -43,9 +43,9 @@ In plain torch, graph_attn in one layer, then graph_step:
         x.backward(grad)                                      # recorded, too: fills h.grad and main_grad
     # Here each layer keeps x and h.grad in memory; `capture_backward` below shows how later captures may use it.
 
-    class Replayed(torch.autograd.Function):                  # in a step, in attention's place: Replayed.apply(hidden)
+    class Replayed(torch.autograd.Function):                  # static methods. In a step: Replayed.apply(hidden)
         def forward(ctx, hidden):
-            h.copy_(hidden); forward.replay(); return x
+            h.copy_(hidden); forward.replay(); return x.detach()      # in attention's place
         def backward(ctx, grad_x):
             grad.copy_(grad_x); backward.replay(); return h.grad
     state.reset()                                             # undoes the warm-up in place, since graphs hold addresses

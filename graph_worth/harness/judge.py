@@ -251,7 +251,7 @@ class Judged:
             return ""
         if ratio > 1:
             return f"{self.base} in blocks takes {ratio:.2f} times as long as alone"
-        return f"alone and beside do not agree: {self.base} takes {1 / ratio:.2f} times as long alone"
+        return f"{self.base} takes {1 / ratio:.2f} times as long alone as in blocks"
 
     def busy_ms(self, name: str) -> float | None:
         """Return the GPU's busy time in a step; of several ranks rank 0's, which counts waiting for others as busy."""

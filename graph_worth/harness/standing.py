@@ -62,7 +62,7 @@ def standing_of(judged: Judged, correction: Correction | None = None) -> Standin
     aside += [judged.disagrees_with_alone] if judged.disagrees_with_alone else []
     is_known, pace = bool(others) and None not in others, pace_of(judged)
     if is_known and pace is not None and not 1 / (1 + PACE) <= pace <= 1 + PACE:
-        aside.append(f"{judged.base} takes {pace:.2f} times as long at the end as at the begin")
+        aside.append(f"{judged.base} takes {pace:.2f} times as long at the end as at the beginning")
     if aside:
         return Standing(ASIDE, tuple(aside))
     unknown = [] if is_known else ["the file does not tell of other work on the host"]

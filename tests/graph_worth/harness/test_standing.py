@@ -53,7 +53,7 @@ def test_the_hosts_pace_may_change_by_a_tenth(last, kind):
     """Half of the cycles each; the base alone lies between."""
     run = quiet(made_run(ms={"eager": [*[10.0] * 4, *[last] * 4]}), alone_ms=(10 * last) ** 0.5)
     assert of(run).kind == kind
-    assert ("at the end as at the begin" in of(run).text) == (kind == "aside")
+    assert ("at the end as at the beginning" in of(run).text) == (kind == "aside")
 
 
 def test_the_pace_of_an_older_file_is_unknown_like_all_else():
