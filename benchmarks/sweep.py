@@ -6,7 +6,7 @@
     python -m benchmarks.publish runs/h200x1/llama2_lora-slice-over-sequence/ID.json
 
 The smallest and the largest value are full runs, as benchmarks.run makes them. A point between them is light: three
-cycles of eager and the graph in blocks of half a second, profiles, eager alone, and the losses of the blocks as parity.
+cycles of eager and the graph in a full run's blocks, profiles, eager alone, and the losses of the blocks as parity.
 Options that this command does not know (--preset, --cycles, --ngpu, ...) are those of benchmarks.run. A step's file has
 build(device, size). The same command goes on where it was stopped. A point that passed on this host with today's
 source is not measured again, also with other --values.
@@ -40,7 +40,8 @@ REFUSED = {
     "--label": "a sweep names its folders",
     "--host-load": "a sweep is measured without other work",
 }
-CYCLES, BLOCK_S = 3, 0.5
+# Eager's blocks take at most so many times as long as a full run's least, where a graph gains much.
+CYCLES, MOST_BLOCKS = 3, 2.0
 # Seconds of a point until one has been measured.
 LIGHT_S, FULL_S = 45.0, 150.0
 COLUMNS = ("base ms", "ms", "gain", "95 %", "word", "us a kernel", "host us", "at most")
@@ -148,7 +149,7 @@ class Sweep:
         options.over, options.value = self.args.over, value
         options.label = "-".join(filter(None, [self.label, f"{self.args.over}-{value}"]))
         if not self._is_full(value):
-            options.is_light, options.no_control, options.block_s = True, True, BLOCK_S
+            options.is_light, options.no_control, options.most_blocks_s = True, True, MOST_BLOCKS
             options.cycles = options.cycles or CYCLES
         request = ask.ask_of(options, self.model, self.machine)
         request.builds = [build for build in request.builds if self.variant in build.variants][:1]

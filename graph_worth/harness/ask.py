@@ -53,7 +53,7 @@ class Options:
         model: a name, some with commas, or all.
         flags: of the training script.
         is_light: eager and one graph, with the losses of the blocks as parity.
-        block_s: seconds of a block where they are not those of the preset.
+        most_blocks_s: of `Settings`, where it is not that of the preset.
         over, value: the quantity of the sweep that this is a point of, and its value.
         cycles_s: seconds for the cycles of a build, see `Settings`.
         doctor_s: seconds that were spent on the step before the run.
@@ -88,7 +88,7 @@ class Options:
     python: str | None = _flag(None, "interpreter of the training script (this one)", "PATH")
     flags: list[str] = field(default_factory=list)
     is_light: bool = False
-    block_s: float | None = None
+    most_blocks_s: float | None = None
     over: str = ""
     value: int = 0
     cycles_s: float | None = None

@@ -135,11 +135,11 @@ def settings_of(args: Options, preset: str) -> Settings:
     """Return how long to measure a preset."""
     size = "tiny" if preset.startswith("tiny") else "other"
     is_own = args.model == OWN_STEP
-    block_s = args.block_s or (OWN_BLOCK_S if is_own else BLOCK_S[size])
-    given = {"cycles": args.cycles or CYCLES[size], "block_s": min(block_s, BLOCK_S[size])}
+    block_s = min(OWN_BLOCK_S, BLOCK_S[size]) if is_own else BLOCK_S[size]
+    most_blocks_s = args.most_blocks_s or (1.0 if is_own else 4.0)
+    given = {"cycles": args.cycles or CYCLES[size], "block_s": block_s, "most_blocks_s": most_blocks_s}
     return Settings(
         **ask.values_for(Settings, args) | given,
-        most_blocks_s=1.0 if is_own else 4.0,
         control="" if args.no_control else CONTROL,
         audits=not args.no_audit,
     )
