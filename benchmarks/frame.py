@@ -30,7 +30,7 @@ from benchmarks import corrections as corrections_file
 from benchmarks.corrections import Corrections
 from graph_worth.folders import ROOT
 from graph_worth.harness import command, intervals
-from graph_worth.harness.best import REDUCE_OVERHEAD, Best, best_of, of_state
+from graph_worth.harness.best import AS_FAST, EAGER, REDUCE_OVERHEAD, RUNS_DIFFER, Best, best_of, of_state
 from graph_worth.harness.command import RUNS, Mistake, shown
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run, Variant, digits
@@ -623,22 +623,31 @@ def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
     table["headline"] &= table["is_opened"] & table["standing"].isin(COUNTED)
     table["standing"] = table["standing"].fillna("")
     table = table.join(_aside(every_ratio))
-    table["fastest"] = _fastest(points).reindex(table.index).fillna("")
+    table["fastest"] = _fastest(points, table).reindex(table.index).fillna("")
     for name in ("run", "path"):
         table[f"memory_{name}"] = table[f"memory_{name}"].fillna(table[name])
     table["note"] = pd.Series([_note(row) for row in _plain(table)], index=table.index, dtype=TEXT)
     return table.reset_index()[list(Row._fields)]
 
 
-def _fastest(points: DataFrame) -> pd.Series:
+def _fastest(points: DataFrame, table: DataFrame) -> pd.Series:
     """The best thing to do with each workload, by number of the row that does it.
 
-    Of its runs, those that count first, the newest of those that measured most variants decides.
+    Of its runs, those that count first, the newest of those that measured most variants decides, unless the numbers of
+    the rows say another thing: a capture has to gain on each host of its row, and beside "leave it eager" no graph may
+    gain in the mean over hosts.
     """
     order = points.assign(tier=_tier, known=points.groupby(["run", *WORKLOAD])["ratio"].transform("count"))
     order = order[(order["fastest"] != "") & (order["busy_processes"] == 0)]
     order = order.sort_values(["tier", "known", "begin_utc"], ascending=[True, False, False], kind="stable")
-    return order.drop_duplicates(WORKLOAD).set_index("row")["fastest"]
+    chosen = order.drop_duplicates(WORKLOAD).set_index("row")["fastest"]
+    tier = table["standing"].map(TIERS)
+    gains = (table["kind"] != "eager") & (table["gain"] > 1 + AS_FAST) & ~(table["interval_low"] <= 1)
+    by_workload = [table[name] for name in WORKLOAD]
+    best_tier = tier.groupby(by_workload, dropna=False).transform("min")
+    any_gains = (gains & (tier == best_tier)).groupby(by_workload, dropna=False).transform("any")
+    agrees = (gains & (table["gain_low"] > 1 + AS_FAST)).where(chosen.reindex(table.index) != EAGER, ~any_gains)
+    return chosen.where(agrees.reindex(chosen.index), RUNS_DIFFER)
 
 
 def opened(points: DataFrame) -> pd.Series:

@@ -88,6 +88,11 @@ def hosts(row: Row) -> str:
     return cells.hosts_text(row.hosts, row.archived_hosts, row.unknown_hosts * (row.gpu != "CPU"))
 
 
+def _advice(row: Row) -> str:
+    before = _BEFORE.get(row.standing, "").replace("work ", "work: ")
+    return row.fastest and f"{before}{row.fastest}{'; gains under 5 %' * _is_small(row)}"
+
+
 def _is_small(row: Row) -> bool:
     return row.fastest not in ("", EAGER) and (row.gain or LEAST_GAIN) < LEAST_GAIN
 
@@ -105,7 +110,7 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "on hosts": lambda row: str(row.hosts or "") + (f" ({row.archived_hosts})" if row.archived_hosts else ""),
     "gain over hosts": lambda row: with_beside(gain_and_interval(row), row),
     "gain, hosts": lambda row: _behind_first(with_beside(gain_and_interval(row), row), hosts(row) if row.hosts else ""),
-    "fastest": lambda row: row.fastest + "; gains under 5 %" * _is_small(row),
+    "fastest": lambda row: _advice(row),
     "at most": lambda row: at_most(row, span(row.ceiling_low, row.ceiling_high, ".3f", "x")),
     "hosts": lambda row: hosts(row) if row.hosts else "",
     "note": lambda row: row.note if row.status == PASS else row.status,

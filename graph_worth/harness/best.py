@@ -14,6 +14,8 @@ from graph_worth.measuring.parity import amount, loss_deviation
 # Of variants whose steps differ by less than this share the simpler one is the best, and eager is the simplest.
 AS_FAST = 0.01
 EAGER = "leave it eager"
+# In tables over runs, where the numbers of all of them do not bear out the run that measured most variants.
+RUNS_DIFFER = "unclear: runs differ"
 # Its graphs use a second stream, and that makes replays of other graphs in the process up to 9 % slower.
 REDUCE_OVERHEAD = "reduce_overhead"
 WORDS = {

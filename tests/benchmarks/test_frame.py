@@ -443,3 +443,22 @@ def test_the_counted_run_with_most_variants_says_what_is_fastest_in_one_row_of_a
         "graph_step": "capture the whole step; bitwise",
         "graph_other": "",
     }
+
+
+@pytest.mark.parametrize(
+    ("hosts", "layer", "step"),
+    [
+        # (ms of graph_layer, of graph_step) on each host; eager takes 10 ms. The last run of both decides.
+        ([(9.8, 9.6), (9.8, 9.7)], "", "capture the whole step; bitwise"),
+        ([(9.8, 9.95), (9.8, 9.6)], "", "unclear: runs differ"),
+        ([(9.8, 9.7), (9.95, 9.96)], "unclear: runs differ", ""),
+        ([(9.97, 9.96), (9.95, 9.96)], "leave it eager", ""),
+    ],
+)
+def test_advice_that_the_hosts_of_a_row_do_not_bear_out_is_none(tmp_path, hosts, layer, step):
+    for number, (layer_ms, step_ms) in enumerate(hosts):
+        ms, day = {"graph_layer": layer_ms, "graph_step": step_ms}, 25 + number
+        names = ("eager", "graph_layer", "graph_step")
+        put(tmp_path, number, ms=ms, names=names, boot=f"b{number}", begin_utc=f"2026-11-{day}T10:15:00Z")
+    fastest = {row.variant: row.fastest for row in frame.load(tmp_path).records()}
+    assert (fastest["graph_layer"], fastest["graph_step"]) == (layer, step)
