@@ -40,11 +40,11 @@ def sentence(over: str, points: Iterable[Point]) -> str:
     at = end or ordered[-1]
     size = amount(over, at.value) + (f" ({at.kernel_us:.0f} us a kernel)" if at.kernel_us else "")
     if end is None:
-        return f"A graph still gains at {size}, the largest size,{host}.".replace(",.", ".")
+        return f"A graph still gains at {size}, the largest size that passed,{host}.".replace(",.", ".")
     more = [point.value for point in ordered if point.value > end.value and point.low > LEAST_GAIN]
     again = f" It gains again at {' and '.join(amount(over, value) for value in more)}." if more else ""
     if end == ordered[0]:
-        return f"Even at {size}, the smallest size, a graph gains less than 5 %{host}.{again}"
+        return f"Even at {size}, the smallest size that passed, a graph gains less than 5 %{host}.{again}"
     return f"At {size} and above, a graph gains less than 5 %{host}.{again}"
 
 

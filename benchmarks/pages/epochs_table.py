@@ -1,6 +1,7 @@
 """The table of real programs, eager, graphed and compiled, from the newest file of benchmarks/epochs.py on each GPU."""
 
 import contextlib
+import math
 import statistics
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def markdown(results: Results, page: Path, argument: str = "") -> str:
         # `run_file.find` names damaged files.
         with contextlib.suppress(run_file.Damaged):
             content = run_file.read_all(path)
-            if isinstance(content, Epochs):
+            if isinstance(content, Epochs) and content.runs:
                 newest[path.parent.parent.name] = path, content
     if not newest:
         return "No whole program has been measured on a GPU yet."
@@ -44,7 +45,8 @@ def _of_gpu(results, content, path, page):
     programs = list(dict.fromkeys(run.program for run in content.runs))
     forms = [form for form in FORMS if any(run.form == form for run in content.runs)]
     most = {form: max(program_epochs.apart(content, program, form) for program in programs) for form in forms}
-    losses = ", ".join(f"{FORMS[form]} {percent(most[form], 2)}" for form in forms)
+    texts = {form: "(not comparable)" if most[form] == math.inf else percent(most[form], 2) for form in forms}
+    losses = ", ".join(f"{FORMS[form]} {texts[form]}" for form in forms)
     beside = f" Beside {counted(content.others, 'benchmark')} on other GPUs." * bool(content.others)
     lines = [[in_markdown(text) for text in _cells(results, content, program, forms)] for program in programs]
     columns = [

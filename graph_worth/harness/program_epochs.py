@@ -37,7 +37,8 @@ def faults(content: Epochs) -> list[str]:
     for program, form in dict.fromkeys((run.program, run.form) for run in content.runs):
         most = apart(content, program, form)
         if most > MOST_APART[form]:
-            lines.append(f"{program} {form}: its losses differ by {percent(most, 1)} from eager's")
+            differ = "cannot be compared with" if most == math.inf else f"differ by {percent(most, 1)} from"
+            lines.append(f"{program} {form}: its losses {differ} eager's")
         if form == "graphed" and content.host.gpus and not all(run.replays for run in of(content, program, form)):
             lines.append(f"{program} graphed: nothing was replayed")
     return lines

@@ -381,8 +381,8 @@ def test_a_variant_that_stands_apart_is_swept_with_eager_alone(go):
     ("lows", "end", "text"),
     [
         ([5.0, 1.06, 1.05, 0.9], 3, "At 3 tokens (30 us a kernel) and above, a graph gains less than 5 % on a host of"),
-        ([5.0, 1.06, 1.051], None, "A graph still gains at 3 tokens (30 us a kernel), the largest size, on a host of"),
-        ([1.01, 1.0], 1, "Even at 1 tokens (10 us a kernel), the smallest size, a graph gains less than 5 % on a host"),
+        ([5.0, 1.06, 1.051], None, "A graph still gains at 3 tokens (30 us a kernel), the largest size that passed, on a"),
+        ([1.01, 1.0], 1, "Even at 1 tokens (10 us a kernel), the smallest size that passed, a graph gains less"),
         ([5.0, 1.0, 1.2], 2, "At 2 tokens (20 us a kernel) and above, a graph gains less than 5 % on a host of"),
     ],
 )
@@ -396,7 +396,7 @@ def test_the_gain_ends_at_the_first_value_whose_interval_contains_5_percent(lows
 
 def test_a_sentence_without_a_profile_or_without_points():
     assert crossing.sentence("batch", [crossing.Point(1, 2.0, None, None)]) == (
-        "A graph still gains at batch 1, the largest size."
+        "A graph still gains at batch 1, the largest size that passed."
     )
     assert crossing.sentence("batch", []) == ""
 
