@@ -67,7 +67,9 @@ def epoch(turn: tuple[int, str, str], steps: int, log: Path, environment: dict) 
         fields |= numbers[-1]
     else:
         last = partial.prose_without_folders(printed[-1]) if printed else ""
-        fields["raised"] = (f"longer than {LIMIT_S:.0f} s" if status is None else f"status {status}: {last}")[:400]
+        number = 0 if status is None else status - 128 if status > 128 else -status
+        ended = f"ended by {supervisor.name_of_signal(number)}" if number > 0 else f"status {status}: {last}"
+        fields["raised"] = (f"longer than {LIMIT_S:.0f} s" if status is None else ended)[:400]
     return msgspec.convert(fields, Epoch)
 
 
@@ -79,6 +81,7 @@ def measure(args: argparse.Namespace) -> int:
     path = (Path(args.out) if args.out else RUNS) / f"{gpus.slug}x1" / run_file.EPOCHS / f"{run_id}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     runs: list[Epoch] = []
+    print(f"{len(turns(args))} epochs, each in a process; none begins after {args.minutes:g} minutes", flush=True)
     with locks.gpu_locks(gpus.uuids[:1], "epochs"), tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
         if len(gpus.uuids) > 1:

@@ -187,7 +187,9 @@ class Sweep:
                 points[value] = self._point(measured)
                 took_s = time.monotonic() - start_s
                 longest_s = max(longest_s, took_s)
-                print(printable(f"  {' '.join(self._row(points[value])[1:5]).strip()}  ({took_s:.0f} s)"), flush=True)
+                _, base_ms, ms, gain, interval, word, *_ = self._row(points[value])
+                text = f"{base_ms} / {ms} ms, {gain} ({interval})" if ms else f"{word}: {points[value].reason}"
+                print(printable(f"  {text}; the point took {took_s:.0f} s"), flush=True)
         ordered = [points[value] for value in sorted(points)]
         path = self._sealed(ordered, done, before)
         print(f"\n{self.report(ordered)}\n\n{shown(path) if path else 'nothing was measured'}", flush=True)

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -233,15 +232,11 @@ def doctor(options: Options) -> tuple[int, str, dict]:
         findings = text.read_text()
         if status < 0 and diagnosis["has_mine"]:
             # It was written before the capture that the file itself makes was tried.
-            findings += f"\nyour capture: the doctor was ended by {_signal_name(-status)}"
+            findings += f"\nyour capture: the doctor was ended by {supervisor.name_of_signal(-status)}"
             print(findings, flush=True)
             return NO_CAPTURE, findings, diagnosis
         # Of several ranks each returns 0.
         return status or diagnosis["status"], findings, diagnosis
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _usual(args, options: Options, seen: dict) -> Options:
@@ -367,16 +362,14 @@ def _measure(args, answer: dict) -> int:
     doctor_status, findings, seen = (0, "", {}) if is_left_out else doctor(options)
     doctor_s = 0.0 if is_left_out else round(time.monotonic() - begin_s, 2)
     if args.doctor and doctor_status < 0:
-        print(
-            f"{args.prog}: the doctor was ended by {_signal_name(-doctor_status)}, perhaps out of host memory",
-            file=sys.stderr,
-        )
+        name = supervisor.name_of_signal(-doctor_status)
+        print(f"{args.prog}: the doctor was ended by {name}, perhaps out of host memory", file=sys.stderr)
         return 1
     if args.doctor or doctor_status == MISTAKE:
         answer["text"] = findings
         return doctor_status
     if doctor_status not in (0, WRONG, NO_CAPTURE):
-        ended = f" (ended by {_signal_name(-doctor_status)})" if doctor_status < 0 else ""
+        ended = f" (ended by {supervisor.name_of_signal(-doctor_status)})" if doctor_status < 0 else ""
         print(f"The doctor itself failed{ended} and is left out.")
     if not args.variants and not args.quick:
         options = _usual(args, options, seen)

@@ -100,6 +100,12 @@ def test_a_program_that_fails_is_in_the_file_with_its_last_line(tmp_path, monkey
     assert "argument --programs: invalid choice: 'nope'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("status", [137, -9])
+def test_a_program_that_a_signal_ended_says_so(tmp_path, monkeypatch, status):
+    monkeypatch.setattr(epochs.supervisor, "run_logged", lambda *words: (tmp_path / "log").touch() or status)
+    assert epochs.epoch((0, "muon", "eager"), 10, tmp_path / "log", {}).raised == "ended by SIGKILL"
+
+
 def test_epochs_are_published_beside_runs_and_are_none(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(publish, "is_committed", lambda source: True)
     path = written(tmp_path / "runs", content())

@@ -169,6 +169,7 @@ def test_a_sweep_is_a_table_and_one_file_and_is_not_measured_twice(tmp_path, go,
     assert [(point.over, point.value, point.parity) for point in content.runs] == [
         *[("batch", 1, "courses"), ("batch", 2, "blocks"), ("batch", 4, "blocks"), ("batch", 16, "courses")]
     ]
+    assert f"\n  {first[1]} / {first[2]} ms, {first[3]} ({first[4]}); the point took " in text
     assert content.runs[1].flags == ["--microbatch", "2"] and content.runs[1].label == "batch-2"
     assert publish.folders_of(content) == path.parts[-3:-1]
     assert go(runner, "4,1,2,16") == 0
@@ -229,7 +230,7 @@ def test_memory_that_is_full_is_a_row(tmp_path, go, capsys):
     assert go(Runner(oom_from=8), "4,8,16") == 0
     text = capsys.readouterr().out
     assert [(row[0], row[-1]) for row in rows(text)][1:] == [("8", "oom"), ("16", "oom")]
-    assert "oom: batch 8 (out of memory)" in text
+    assert "oom: batch 8 (out of memory)" in text and "\n  oom: out of memory; the point took " in text
     (path,) = files(tmp_path)
     assert [point.value for point in run_file.read_all(path).runs] == [4, 8, 16]
     assert go(Runner(oom_from=8), "8", out=tmp_path / "b") == 1, "nothing was timed"

@@ -53,6 +53,11 @@ def end(process: subprocess.Popen, patience_s: float) -> None:
             process.wait()
 
 
+def name_of_signal(number: int) -> str:
+    """Return the name of a signal, or its number."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 def run_logged(command: list[str], log: Path, limit_s: float, environment: dict) -> int | None:
     """Run a command that may start others on other machines, and that ends them on SIGTERM; append its output to `log`.
 

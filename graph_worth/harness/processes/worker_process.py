@@ -179,7 +179,9 @@ class WorkerProcess:
         if status > 128 or status < 0:
             number = status - 128 if status > 128 else -status
             more = ", perhaps out of host memory" if number == signal.SIGKILL else ""
-            raise WorkerEnded("error", f"the worker was ended by {_name(number)}{more}", signal=number)
+            raise WorkerEnded(
+                "error", f"the worker was ended by {supervisor.name_of_signal(number)}{more}", signal=number
+            )
         reason, ended_by = self._dead_rank()
         if ended_by is not None:
             raise WorkerEnded("error", reason, signal=ended_by)
@@ -196,12 +198,12 @@ class WorkerProcess:
         text = _text(self.log, self._log_start)
         stops, matches = STOPPED_TORCHRUN.findall(text), DEAD_RANK.findall(text)
         if stops:
-            return f"torchrun was ended by {_name(int(stops[-1]))}", int(stops[-1])
+            return f"torchrun was ended by {supervisor.name_of_signal(int(stops[-1]))}", int(stops[-1])
         if not matches:
             return "", None
         rank, status = matches[-1][0], int(matches[-1][1])
         if status < 0:
-            return f"rank {rank} was ended by {_name(-status)}", -status
+            return f"rank {rank} was ended by {supervisor.name_of_signal(-status)}", -status
         if status == 1:
             return "", None
         # With 2 a script has named a mistake.
@@ -219,11 +221,6 @@ class WorkerProcess:
         finally:
             self._listener.close()
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _name(number: int) -> str:
-    """The name of a signal, or its number."""
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _listening(folder: Path) -> socket.socket:
