@@ -184,7 +184,7 @@ def test_the_ends_are_full_runs_and_the_others_light(go):
     light, full = runner.options[2], runner.options[4]
     assert (light.is_light, light.no_control, light.cycles) == (True, True, 8)
     assert (full.is_light, full.no_control, full.cycles) == (False, False, 8)
-    # A GPU that is busy all the time lowers its clock 0.9 s after a block began: a light block is to end after it, too.
+    # At a GPU's power limit steps slow down 0.9 s after a block began: a light block is to end after that, too.
     of_light, of_full = run.settings_of(light, "bench"), run.settings_of(full, "bench")
     assert (of_light.block_s, of_light.most_blocks_s) == (1.0, 2.0)
     assert (of_full.block_s, of_full.most_blocks_s) == (1.0, 4.0)
