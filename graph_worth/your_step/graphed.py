@@ -364,12 +364,18 @@ class graphed:
 
     def _read_at(self, name, holder) -> str:
         """Return FILE:LINE of code that ran in the step and reads a value, or ""; of libraries' code, its self's."""
-        word = last_part(name)
+        word, (start, *_) = last_part(name), name.removeprefix("len(").rpartition(".")
+        if word in getattr(type(holder), "__constants__", ()):
+            # Such as the rate of a Dropout, which code of torch's reads.
+            return f"a {type(holder).__name__}"
+        parts = [change.removeprefix("len(").rpartition(".") for change in self._changes]
+        changing = {tail for begin, _, tail in parts if begin == start}
         for code, firsts in self._codes.items():
             is_its = id(holder) in firsts
-            if word in names_used(code) and (is_its or is_users_file(code.co_filename)):
+            is_there = word in names_used(code) or word in (*code.co_varnames, *code.co_consts)
+            if is_there and (is_its or is_users_file(code.co_filename)):
                 source = self._source(code.co_filename)
-                line = source.reads(name, code, is_its or holder is None or not firsts)
+                line = source.reads(name, code, is_its or holder is None or not firsts, changing)
                 if line:
                     return source.at(line)
         return ""
@@ -405,20 +411,21 @@ class graphed:
             if code and is_noted(code.co_filename):
                 _note(self._codes, code, holder)
         codes = [code for code in self._codes if is_users_file(code.co_filename)]
+        for code in codes:
+            line = self._source(code.co_filename).draws_next(code) if "next" in names_used(code) else None
+            if line:
+                words = "the step draws from an iterator, and a replay draws nothing: hand over what it gives"
+                raise self._refusal_of(words, f"{code.co_filename}:{line}")
         for name in sorted(self._drawn):
             sources = map(self._source, dict.fromkeys(code.co_filename for code in codes))
             place = next((source.at(line) for source in sources if (line := source.draws(name))), "")
+            place = place or self._read_at(name, None)
             raise self._refusal_of(f"the step draws from {name}: each replay would have the capture's numbers", place)
         for name, (old, new, holder) in self._changes.items():
             place = self._read_at(name, holder)
             if place:
                 words = f"{name} goes from {old!r} to {new!r} between steps, and is read here: a replay keeps one value"
                 raise self._refusal_of(words, place)
-        for code in codes:
-            line = self._source(code.co_filename).draws_next(code) if "next" in names_used(code) else None
-            if line:
-                words = "the step draws from an iterator, and a replay draws nothing: hand over what it gives"
-                raise self._refusal_of(words, f"{code.co_filename}:{line}")
 
     def _capture(self, shape, batch):
         before = self._look(shape)
@@ -656,10 +663,10 @@ def _calls(codes):
     """Note in `codes` the functions that run in the block, but Python's, torch's and ours."""
 
     def note(frame, event, _):
-        code = frame.f_code
-        if event == "call" and is_noted(code.co_filename):
+        if event == "call" and is_noted((code := frame.f_code).co_filename):
             _note(codes, code, frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None)
 
+    for_new = threading.getprofile()
     if sys.getprofile() is not None:
         yield
         return
@@ -670,6 +677,7 @@ def _calls(codes):
         yield
     finally:
         set_profile(None)
+        threading.setprofile(for_new)
 
 
 @contextlib.contextmanager

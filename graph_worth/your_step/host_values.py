@@ -6,12 +6,16 @@ the functions among them and what they reach, the classes, and the modules that 
 
 import argparse
 import contextlib
+import enum
 import functools
+import itertools
+import numbers
+import operator
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
@@ -20,9 +24,9 @@ from graph_worth.your_step.place import is_users_file
 
 # Longer lists are known by their length.
 MOST_ITEMS = 1024
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str, type(None), bytes, enum.Enum, numbers.Number)
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
-_KEPT = (list, dict, deque)
+_KEPT = (list, tuple, dict, deque)
 _CALLED = (types.FunctionType, types.MethodType, functools.partial)
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 _ENTERED_OTHERWISE = (type, torch.Tensor, torch.nn.Module, torch.optim.Optimizer, types.FunctionType, types.ModuleType)
@@ -41,6 +45,10 @@ def _state_of(source):
         return source.get_state().numpy().tobytes()
     if isinstance(source, random.Random):
         return source.getstate()
+    if isinstance(source, Iterator):
+        frame = getattr(source, "gi_frame", None)
+        plain = [value for value in frame.f_locals.values() if isinstance(value, _PLAIN)] if frame else ()
+        return repr(source), operator.length_hint(source, -1), frame and frame.f_lasti, *plain
     bits = getattr(source, "bit_generator", getattr(source, "_bit_generator", source))
     return repr(getattr(bits, "state", None))
 
@@ -203,7 +211,9 @@ class Reachable:
 
     def _visit(self, name, value, put, depth):
         """Add a value, and let what it holds wait, `depth` steps down."""
-        if isinstance(value, (random.Random, torch.Generator)) or type(value).__module__.startswith("numpy.random"):
+        kind = type(value).__module__
+        is_iterator = kind in ("builtins", "itertools") and isinstance(value, Iterator)
+        if is_iterator or isinstance(value, (random.Random, torch.Generator)) or kind.startswith("numpy.random"):
             self.sources[name] = value
         elif isinstance(value, torch.Tensor):
             if not isinstance(value, torch.nn.Parameter):
@@ -213,6 +223,8 @@ class Reachable:
             self.values[name] = value
             if put is not None:
                 self.puts[name] = put
+        elif hasattr(value, "tolist") and getattr(value, "size", MOST_ITEMS + 1) <= MOST_ITEMS:
+            self.values[name] = value.tolist()
         elif isinstance(value, types.MethodType):
             self._visit(name, value.__func__, None, depth)
             self._visit(name or "self", value.__self__, None, depth)
@@ -240,8 +252,11 @@ class Reachable:
             for path, part in value.named_modules() if isinstance(value, torch.nn.Module) else ():
                 self._enter_module(f"{name}.{path}".rstrip("."), part, depth)
         elif isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._visit(name, part, None, depth)
+            names = getattr(getattr(value.func, "__code__", None), "co_varnames", ())
+            names = names[isinstance(value.func, types.MethodType) :][: len(value.args)]
+            arguments = itertools.zip_longest(names, value.args, fillvalue="")
+            for key, part in [("", value.func), *arguments, *value.keywords.items()]:
+                self._visit(f"{name}.{key}".strip("."), part, None, depth)
         elif isinstance(value, (list, tuple, dict, deque)) and len(value) <= MOST_ITEMS:
             for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 put_child = None if isinstance(value, tuple) else functools.partial(value.__setitem__, key)
@@ -275,6 +290,10 @@ class Reachable:
         for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not bound yet
                 self._visit(start + key, cell.cell_contents, functools.partial(setattr, cell, "cell_contents"), depth)
+        defaults = function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        for key, value in [*zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]:
+            self._visit(start + key, value, None, depth)
         for key, value in vars(function).items():
             self._visit(f"{name or 'step'}.{key}", value, functools.partial(setattr, function, key), depth)
         start = "" if scope is self._scope else f"{scope.get('__name__')}."

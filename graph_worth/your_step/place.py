@@ -27,6 +27,9 @@ _COMMON = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 PACKAGES = ("site-packages/", "dist-packages/")
 
+# They report: what they count, no loss depends on.
+_REPORTING = tuple(f"{where}{name}/" for where in PACKAGES for name in ("tqdm", "wandb", "rich", "loguru", "mlflow"))
+
 UNKNOWN = "unknown line"
 # Values of `Place.through` that change with each step.
 STEPPED = {"optimizer", "schedule", "loss scaler"}
@@ -100,14 +103,15 @@ def place_of(frames: Iterable[tuple[str, int, str]], module: str = "", has_calle
 @functools.cache
 def is_users_file(path: str) -> bool:
     """Return whether a file is the user's: no installed package's, no file of Python or of ours."""
-    ours = path.startswith((_TORCH, _COMMON + os.sep, _STANDARD_LIBRARY, "<frozen"))
+    ours = path.startswith((_TORCH, _COMMON, _STANDARD_LIBRARY, "<frozen"))
     return not ours and not any(part in path for part in PACKAGES)
 
 
 @functools.cache
 def is_noted(path: str) -> bool:
     """Return whether a file is the user's or an installed package's, but torch's and ours."""
-    return is_users_file(path) or (any(p in path for p in PACKAGES) and not path.startswith((_TORCH, _COMMON + os.sep)))
+    is_package = any(p in path for p in PACKAGES) and not any(p in path for p in _REPORTING)
+    return is_users_file(path) or (is_package and not path.startswith((_TORCH, _COMMON)))
 
 
 def _is_outside(path: str) -> bool:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 _CHANGING = ("append", "add", "pop", "update", "extend", "insert", "clear", "remove", "copy_", "lerp_", "add_", "mul_")
+# Functions of numbers that give numbers.
+_PURE = {"max", "min", "abs", "round", "float", "int"}
 _DRAWING = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "normal", "normal_"}
 _DRAWING |= {"uniform_", "random_", "bernoulli", "bernoulli_", "exponential_", "multinomial", "dropout", "sample"}
 _KEY = re.compile(r"\[([^\[\]]+)\]$")
@@ -53,21 +55,25 @@ class Source:
         tests = [node.test for node in self._nodes if isinstance(node, kinds)]
         return [test.lineno for test in tests if any(_word(node) == last_part(name) for node in ast.walk(test))]
 
-    def reads(self, name: str, code, is_its) -> int | None:
+    def reads(self, name: str, code, is_its, changing=()) -> int | None:
         """Return the first line in the code of a function that reads the last part of a name, but to change or call it.
 
         x["b"] reads no x["a"], and queue.pop() reads where its value is used. Code without a source is taken to read.
 
         is_its: the name is an attribute of the function's first argument, or may be.
+        changing: last parts of names beside it that change as well, whose readers are looked for: it may go there.
         """
         word, key = last_part(name), _KEY.search(name)
-        skipped: set[int] = set()
         inside = self._inside(code)
         bare = {id(node.value) for node in inside if isinstance(node, ast.Expr)}
+        # An argument may be a container that holds the value.
+        is_held = key or name.startswith("len(")
+        of_code = set(code.co_varnames) - {*code.co_cellvars, *code.co_freevars, word if is_held else None}
+        words, skipped = _handed_on(inside, word, of_code, changing)
         for node in inside:
             if isinstance(node, ast.Subscript) and key and isinstance(node.slice, ast.Constant):
                 skipped |= {id(node.value)} if repr(node.slice.value) != key[1] else set()
-            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and _changes(node, word):
+            if _target(node) is not None and _changes(node, word):
                 skipped |= set(map(id, ast.walk(node)))
             elif isinstance(node, ast.Call) and (_word(node.func) == word or _changes(node, word)):
                 is_read = id(node) not in bare and getattr(node.func, "attr", "").startswith("pop")
@@ -75,7 +81,11 @@ class Source:
             elif isinstance(node, ast.Attribute) and not is_its and _word(node.value) in code.co_varnames[:1]:
                 skipped.add(id(node))
         loads = [n for n in inside if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load)]
-        lines = [node.lineno for node in loads if _word(node) == word and id(node) not in skipped]
+        lines = [node.lineno for node in loads if _is_word(node, words, of_code) and id(node) not in skipped]
+        if word in code.co_consts:
+            texts = [node for node in inside if isinstance(node, (ast.Call, ast.Subscript))]
+            texts = [node for node in texts if re.match(r"getattr\(|.*(__dict__|vars\()", ast.unparse(node))]
+            lines += [t.lineno for t in texts if any(getattr(n, "value", 0) == word for n in ast.iter_child_nodes(t))]
         if not inside and any(i.argval == word for i in dis.get_instructions(code) if i.opname.startswith("LOAD")):
             return code.co_firstlineno
         return min(lines, default=None)
@@ -134,6 +144,43 @@ def names_used(code) -> set[str]:
 def last_part(name: str) -> str:
     """Return the last part of a name such as `len(self.queue[0])`."""
     return name.removeprefix("len(").rstrip(")").split("[")[0].split(".")[-1]
+
+
+def _target(node):
+    """Return what a statement assigns to, if it is one thing."""
+    targets = getattr(node, "targets", []) if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    is_assignment = isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and len(targets) == 1
+    return targets[0] if is_assignment and not isinstance(targets[0], (ast.Tuple, ast.List)) else None
+
+
+def _is_word(node, words, of_code):
+    """Say whether a node reads one of these words; of names of the code itself, those that have its value."""
+    return _word(node) in (words[1:] if isinstance(node, ast.Name) and node.id in of_code else words[:1])
+
+
+def _handed_on(inside, word, of_code, changing):
+    """Return a word with the names of the code that have its value, and the nodes that hand it to `changing` alone."""
+    words, skipped = [word], set()
+    bases = {ast.unparse(n.value) for n in inside if isinstance(n, ast.Attribute) and n.attr == word}
+    for carried in words:
+        for node in inside:
+            is_append = isinstance(node, ast.Expr) and _word(getattr(node.value, "func", None)) == "append"
+            target = node.value.func.value if is_append else _target(node)
+            value = node.value.args[0] if is_append and node.value.args else getattr(node, "value", None)
+            if target is None or value is None:
+                continue
+            nodes = list(ast.walk(value))
+            calls = [n.func for n in nodes if isinstance(n, ast.Call) and len(n.args)]
+            has_word = any(_is_word(n, [carried] if carried == word else ["", carried], of_code) for n in nodes)
+            if not has_word or any(_word(function) not in _PURE for function in calls):
+                continue
+            base, _, tail = ast.unparse(target).rpartition(".")
+            if not is_append and isinstance(target, ast.Name) and target.id in of_code:
+                words += [target.id] if target.id not in words else []
+                skipped |= set(map(id, nodes))
+            elif tail + ")" * is_append in changing and (base in bases or not base):
+                skipped |= set(map(id, nodes))
+    return words, skipped
 
 
 def _changes(node, word):

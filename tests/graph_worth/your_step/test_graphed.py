@@ -1,11 +1,15 @@
 """`graphed`: trains as eager does, or refuses before a wrong loss reaches the caller. On a CPU with host graphs."""
 
 import copy
+import functools
 import importlib.util
+import itertools
 import random
 import re
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,6 +22,7 @@ from graph_worth import CaptureError, graphed, one_stream
 from graph_worth.folders import ROOT
 from graph_worth.measuring.torch_settings import deterministic_kernels
 from graph_worth.snapshot import Snapshot
+from graph_worth.your_step.graphed import _calls
 from graph_worth.your_step.parts import loss_of
 from tests.gallery.test_gallery import BROKEN, NEED_GPU, SOUND
 from tests.helpers import gloo_ranks
@@ -398,6 +403,13 @@ def test_a_number_that_the_caller_changes_is_seen_by_check_always():
     def scaled(training, loss):
         return loss * training.scale
 
+    ours = Training(CPU)
+    step = graphed_on(ours, check="always")
+    for batch in batches(5):
+        step(batch)
+    ours.model[2].p = 0.5
+    with pytest.raises(CaptureError, match=r"2.p was 0.1 at the capture and is 0.5"):
+        step(batches(1)[0])
     for check in ("numbers", "always"):
         ours = Training(CPU, change=scaled)
         step = graphed_on(ours, check=check)
@@ -445,7 +457,8 @@ def test_a_refused_step_goes_on_eagerly_and_says_so_once():
 
 @pytest.mark.parametrize("wrap", [lambda number: number, lambda number: torch.full((2,), float(number))])
 def test_a_number_in_the_result_that_changes_is_refused(wrap):
-    count = iter(range(100))
+    # Iterators whose position nobody sees.
+    count = map(int, range(100))
     weight = torch.ones(3, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
 
@@ -519,7 +532,7 @@ def test_code_that_asks_whether_a_stream_captures_is_named_by_what_it_changes(ef
 def test_a_step_without_a_loss_is_compared_by_its_state():
     weight, slow = torch.ones(3, requires_grad=True), [torch.ones(3), torch.ones(3)]
     optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
-    count = iter(range(100))
+    count = map(int, range(100))
 
     def step(x):
         optimizer.zero_grad()
@@ -616,8 +629,75 @@ def counting(kind, tmp_path):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module.scale
-    functions = {"closure": closure, "called": Branching(), "only written": Called()}
+    functions = {"closure": closure, "called": Branching(), "only written": Called(), "timer": Timer()}
+    functions |= {"list of two": TwoAtOnce(), "getattr": ByName(), "default": by_default, "numpy": InAnArray()}
+    functions["partial"] = functools.partial(of_box, {"n": 0})
+    functions["islice"] = lambda loss: loss * 2 if [*itertools.islice(drawn, 1)] > [100] else loss
     return functions.get(kind, lambda loss: loss * 2 if next(drawn) > 100 else loss)
+
+
+class Timer:
+    """Counts with locals, arguments and attributes, and reads none of them but to count."""
+
+    def __init__(self):
+        self.last, self.total, self.mean, self.calls, self.all = 0.0, 0.0, 0.0, 0, []
+
+    def __call__(self, loss):
+        self.add(time.perf_counter())
+        self.calls += 1
+        return loss
+
+    def add(self, last):
+        passed = last - self.last
+        self.all.append(passed)
+        self.total += passed
+        self.mean = max(self.total / 2, passed)
+        self.last = last
+
+
+class TwoAtOnce(Called):
+    def __call__(self, loss):
+        self.calls, scale = self.calls + 1, 1 + self.calls // 100
+        return loss * scale
+
+
+class ByName(Called):
+    def __call__(self, loss):
+        self.calls += 1
+        return loss * 2 if getattr(self, "calls") > 100 else loss  # noqa: B009
+
+
+class InAnArray(Called):
+    def __init__(self):
+        self.calls = torch.zeros(1).numpy()
+
+    def __call__(self, loss):
+        self.calls[0] += 1
+        return loss * 2 if self.calls[0] > 100 else loss
+
+
+def by_default(loss, box={"n": 0}):  # noqa: B006
+    box["n"] += 1
+    return loss * 2 if box["n"] > 100 else loss
+
+
+def of_box(box, loss):
+    box["n"] += 1
+    return loss * 2 if box["n"] > 100 else loss
+
+
+def test_a_profiler_of_new_threads_is_put_back_after_a_step_that_raises():
+    def profiler(*_):
+        pass
+
+    threading.setprofile(profiler)
+    try:
+        with pytest.raises(ZeroDivisionError), _calls({}):
+            1 / 0  # noqa: B018
+        assert threading.getprofile() is profiler
+        assert sys.getprofile() is None
+    finally:
+        threading.setprofile(None)
 
 
 def test_a_refused_step_has_drawn_no_batch():
@@ -652,18 +732,22 @@ def test_values_of_a_batch_that_their_text_does_not_show_are_shapes(kind):
             step((batches(1)[0], made(scale)))
 
 
-@pytest.mark.parametrize("kind", ["another file", "called", "closure", "iterator", "only written"])
+REFUSED_COUNTS = ["another file", "called", "closure", "list of two", "getattr", "default", "partial", "numpy"]
+
+
+@pytest.mark.parametrize("kind", [*REFUSED_COUNTS, "iterator", "islice", "only written", "timer"])
 def test_a_count_of_the_step_is_refused_where_code_of_the_step_reads_it(kind, tmp_path):
     count = counting(kind, tmp_path)
     ours = Training(CPU, change=lambda training, loss: count(loss))
     step = graphed_on(ours)
     for batch in batches(3):
         step(batch)
-    if kind == "only written":
+    if kind in ("only written", "timer"):
         step(batches(1)[0])
         assert step.replays == 1
         return
-    words = "draws from an iterator" if kind == "iterator" else "goes from 2 to 3 between steps, and is read here"
+    drawing = {"iterator": "draws from an iterator", "islice": "draws from .*drawn"}
+    words = drawing.get(kind, r"goes from \[?2.* to \[?3.* between steps, and is read here")
     with pytest.raises(CaptureError, match=words) as raised:
         step(batches(1)[0])
     assert raised.value.place.startswith(str(tmp_path) if kind == "another file" else __file__)
