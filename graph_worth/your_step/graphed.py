@@ -333,6 +333,9 @@ class graphed:
             self._difference = self._difference or guards.difference()
             after = self._states(self._look())
             self._drawn |= {name for name, state in states.items() if after.get(name, state) != state}
+        for code in before.codes if sys.getprofile() is not None else ():
+            # Under another profiler nobody sees which code runs.
+            _note(self._codes, code, None)
         self._stepped |= stepped
         if added:
             words = "the step adds to gradients from before it, where a replay begins anew: begin it with zero_grad()"

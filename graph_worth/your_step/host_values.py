@@ -168,6 +168,7 @@ class Reachable:
         sources: sources of random numbers by name.
         puts: functions that set values and tensors that can be set.
         holders: (name, module or optimizer) of those that were not handed over.
+        codes: code of the functions that were entered.
     """
 
     def __init__(self, step, owned: list):
@@ -176,6 +177,7 @@ class Reachable:
         self.puts: dict[str, Callable] = {}
         self.sources: dict = {}
         self.holders: list[tuple] = []
+        self.codes: list[types.CodeType] = []
         modules = [holder for holder in owned if isinstance(holder, torch.nn.Module)]
         # Optimizers have their own looks, and modules come last.
         self._entered = {id(part) for module in modules for part in module.modules()}
@@ -284,6 +286,7 @@ class Reachable:
         code, scope = function.__code__, function.__globals__
         if not is_users_file(code.co_filename):
             return
+        self.codes.append(code)
         start = f"{name}." if name else ""
         # Names of the step's file go without their module's.
         self._scope = self._scope or scope

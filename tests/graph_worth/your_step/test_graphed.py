@@ -686,6 +686,19 @@ def of_box(box, loss):
     return loss * 2 if box["n"] > 100 else loss
 
 
+def test_a_count_is_refused_under_a_profiler_too(tmp_path):
+    count = counting("another file", tmp_path)
+    ours = Training(CPU, change=lambda training, loss: count(loss))
+    step = graphed_on(ours)
+    sys.setprofile(lambda *_: None)
+    try:
+        with pytest.raises(CaptureError, match="count goes from 2 to 3 between steps"):
+            for batch in batches(4):
+                step(batch)
+    finally:
+        sys.setprofile(None)
+
+
 def test_a_profiler_of_new_threads_is_put_back_after_a_step_that_raises():
     def profiler(*_):
         pass
