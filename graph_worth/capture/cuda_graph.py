@@ -17,8 +17,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 class CudaPool(Pool):
     """Graphs of CUDA that share memory.
 
-    The workspaces of cuBLAS lie in the pool (`new_workspaces`). One has 32 MiB under CUBLAS_WORKSPACE_CONFIG=:4096:8,
-    which a run sets; the pool of RNN-T's `graph_step` grew by as much (docs/method.md).
+    The workspaces of cuBLAS lie in the pool (`new_workspaces`). One has 32 MiB on a Hopper GPU; the
+    pool of RNN-T's `graph_step` grew by as much (docs/method.md).
     """
 
     graphs: "list[CudaGraph]"

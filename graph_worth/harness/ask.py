@@ -21,7 +21,8 @@ from graph_worth.harness.processes.launch import PORT
 RESULTS = ROOT / "results"
 CONTROL = script.CONTROL
 LONGEST_LABEL = 48
-# cuBLAS is deterministic with a workspace of its own, and eager and graphs then run the same kernels.
+# cuBLAS is deterministic with a workspace of its own, and eager and graphs then run the same kernels. A worker drops it
+# before it builds anything (measuring/torch_settings.py).
 ALWAYS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # OpenMP threads without work spin by default, which takes the cores from all else. OMP_WAIT_POLICY is OpenMP's own
 # variable; GOMP_SPINCOUNT (libgomp, in PyTorch's wheels) and KMP_BLOCKTIME (LLVM's and Intel's) say the same.

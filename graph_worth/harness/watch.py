@@ -132,6 +132,8 @@ def _pace(report) -> list[str]:
         return [*lines, f"{host}a graph has little to remove{idle}"]
     most = f", and {ceiling:.2f}x (step / busy) at most" if ceiling > expected else ""
     lines.append(f"{host}expect up to {expected:.2f}x from a graph of the whole step{most}")
+    if "CUBLAS_WORKSPACE_CONFIG" in os.environ:
+        lines.append("  CUBLAS_WORKSPACE_CONFIG is set: torch 2.11 parses it at each matrix product, for some 40 us")
     return [*lines, f"  {roofline.ERROR}", f"  for it: {CALLS[report.get('loop', '')]}"]
 
 

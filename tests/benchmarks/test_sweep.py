@@ -382,7 +382,11 @@ def test_a_variant_that_stands_apart_is_swept_with_eager_alone(go):
     ("lows", "end", "text"),
     [
         ([5.0, 1.06, 1.05, 0.9], 3, "At 3 tokens (30 us a kernel) and above, a graph gains less than 5 % on a host of"),
-        ([5.0, 1.06, 1.051], None, "A graph still gains at 3 tokens (30 us a kernel), the largest size that passed, on a"),
+        (
+            [5.0, 1.06, 1.051],
+            None,
+            "A graph still gains at 3 tokens (30 us a kernel), the largest size that passed, on a",
+        ),
         ([1.01, 1.0], 1, "Even at 1 tokens (10 us a kernel), the smallest size that passed, a graph gains less"),
         ([5.0, 1.0, 1.2], 2, "At 2 tokens (20 us a kernel) and above, a graph gains less than 5 % on a host of"),
     ],

@@ -246,6 +246,15 @@ def test_the_gain_to_expect_is_the_hosts_time_over_busy(tmp_path, changed, said)
     assert said in text and text.startswith("2 processes made steps; this is process 10\n") and "shapes" not in text
 
 
+@pytest.mark.parametrize("value", ["", ":4096:8"])
+def test_a_variable_that_slows_eager_is_named(tmp_path, monkeypatch, value):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if value:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+    (tmp_path / "steps-0.json").write_text(json.dumps(TOLD))
+    assert ("CUBLAS_WORKSPACE_CONFIG is set" in watch.text_of(tmp_path)) == bool(value)
+
+
 SMALL = """
 import torch
 layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(64)]).cuda()
