@@ -218,7 +218,7 @@ def test_a_row_of_runs_beside_other_work_says_so_and_is_no_headline(tmp_path):
     row = table("model", tmp_path, "gpt3").splitlines()[-1]
     assert "| beside other work 1.250x (1.250 to 1.250), one host |" in row
     note = "no headline: beside 1 benchmark on other GPUs; no audits, no control, no ceiling"
-    assert f"| capture each layer; bitwise | {note} |" in row
+    assert f"| beside other work: capture each layer; bitwise | {note} |" in row
 
 
 def test_gpus_whose_hosts_gain_alike_are_one_range(tmp_path):
