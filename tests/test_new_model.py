@@ -50,7 +50,7 @@ def found(checkout):
         for block in variant.blocks:
             block.issue_ms = [1e-3]
     host = replace(run.host, gpus=[Gpu(**gpu) for gpu in H200])
-    on_gpu = replace(run, preset="bench", host=host)
+    on_gpu = replace(run, preset="bench", host=host, device="cuda")
     write(on_gpu, checkout / "results" / "h200x1" / "my_model-bench")
     return frame.load(checkout / "results")
 

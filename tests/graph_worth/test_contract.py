@@ -55,7 +55,7 @@ def test_a_script_outside_of_the_repository_trains_by_its_own_loop(train):
         (
             GRAPH,
             GRAPH.replace("graph_step", "eager"),
-            "variant 'eager' is declared at mine/train.py:76",
+            "variant 'eager' is declared at mine/train.py:77",
         ),
         (GRAPH, GRAPH.replace('kind="graph"', 'kind="fast"'), "kind 'fast' is not one of eager, graph, compile"),
         (GRAPH, GRAPH + 'reference="none", ', "reference 'none' of graph_step is no variant"),

@@ -68,10 +68,10 @@ def test_an_adapter_trained_here_has_the_same_loss_in_peft(tmp_path):
         losses = []
         for index in range(4):
             trained.load_window(index)
-            trained.stack.embed()
+            hidden = trained.stack.embed()
             for layer in range(TINY.layers):
-                trained.stack.forward(layer)
-            trained.stack.compute_loss()
+                hidden = trained.stack.forward(layer, *hidden)
+            trained.stack.compute_loss(*hidden)
             losses.append(float(trained.stack.loss))
         return sum(losses) / 4
 
