@@ -123,6 +123,8 @@ def run(words: list[str]) -> int:
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
     status = process.wait()
+    # As Python ends, a signal has no handler any more and would kill it.
+    signal.setitimer(signal.ITIMER_REAL, 0)
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

@@ -301,3 +301,11 @@ def test_clean_keeps_runs(machine):
     assert machine.make("clean").returncode == 0
     assert (machine.repo / "runs/cpux1/gpt3-tiny").is_dir()
     assert not (machine.repo / ".venv").exists() and not (machine.repo / "gpt3/__pycache__").exists()
+
+
+def test_no_timer_is_left_that_would_end_make_with_an_alarm():
+    code = "import os, signal; from benchmarks import from_make as made; made._find_make = lambda: str(os.getppid()); "
+    code += "made._is_ending = lambda make: False; status = made.run(['true']); "
+    code += "assert (status, signal.getitimer(signal.ITIMER_REAL)) == (0, (0.0, 0.0))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
