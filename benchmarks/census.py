@@ -73,6 +73,9 @@ def census(args: argparse.Namespace) -> int:
             print(f"beside   {text}")
         for name, request, options in asks:
             start_s = time.monotonic()
+            if command.stop.signal:
+                left_out[name] = f"stopped by {command.stop.signal}"
+                continue
             if start_s - begin_s > 60 * args.minutes - longest_s and done:
                 left_out[name] = f"might pass {args.minutes:g} minutes: another took {longest_s:.0f} s"
                 continue

@@ -177,6 +177,8 @@ class Sweep:
             for text in others:
                 print(f"beside   {text}")
             for value in missing:
+                if command.stop.signal:
+                    break
                 start_s = time.monotonic()
                 if minutes and 60 * minutes - (start_s - begin_s) <= longest_s:
                     print(f"\n--minutes {minutes:g}: {self.args.over} {value} not started")
@@ -224,7 +226,7 @@ class Sweep:
         env, gpu = request.host["env"], next((device.name for device in facts.host.gpus), None)
         seen = (facts.over, facts.model, facts.preset, facts.ranks, facts.flags[: len(given)], gpu, facts.host.boot)
         like = (self.args.over, request.model, request.preset, request.ranks, given, self.gpu, env["boot_id"])
-        is_alike = len(facts.flags) - len(given) == len(next(iter(self.flags.values())))
+        is_alike = not facts.stopped and len(facts.flags) - len(given) == len(next(iter(self.flags.values())))
         is_enough = facts.parity == "courses" or not (facts.value in self.asks and self._is_full(facts.value))
         return seen == like and is_alike and is_enough and facts.source.get("hash") == env["source_hash"]
 

@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from graph_worth.config import Parser, checked, end_at_once
@@ -18,6 +20,8 @@ RUNS = ROOT / "runs"
 TO_SCRIPT = "What follows -- goes to the training script."
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = "\nstopped; what was measured stays, and the same command goes on from here"
+# `timeout` sends its signal twice, and a make that was interrupted ends its program within a second.
+ONE_STOP_S = 2.0
 
 
 class Mistake(ValueError):
@@ -75,8 +79,30 @@ def shown(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _stop(*_) -> None:
-    """End the program, once: a shell, a scheduler or make may send several of these signals for one stop."""
+@dataclass
+class Stop:
+    """A first Ctrl-C or SIGTERM that did not end the program, which then measures no more than its file needs.
+
+    Attributes:
+        signal: its name; "" before it.
+        can_wait: whether the program could write a file now.
+    """
+
+    signal: str = ""
+    at_s: float = 0.0
+    can_wait: Callable[[], bool] = bool
+
+
+stop = Stop()
+
+
+def _stop(number: int, _) -> None:
+    """Note a first stop that can wait, or end the program; a shell, a scheduler or make may send several signals."""
+    if number != signal.SIGHUP and stop.signal and time.monotonic() - stop.at_s < ONE_STOP_S:
+        return
+    if number != signal.SIGHUP and not stop.signal and stop.can_wait():
+        stop.signal, stop.at_s = signal.Signals(number).name, time.monotonic()
+        return
     for number in STOPS[1:]:
         if signal.getsignal(number) != signal.SIG_IGN:
             # A handler is not inherited by what the program still starts.
@@ -93,6 +119,7 @@ def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stoppe
         failures: exceptions with status 1.
         stopped: text for Ctrl-C, SIGTERM and SIGHUP, whose status is 130.
     """
+    stop.signal = ""
     for number in STOPS:
         # nohup ignores SIGHUP, and means it.
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -101,7 +128,7 @@ def exit_status(prog: str, work: Callable[[], int], failures: tuple = (), stoppe
         with printed_as_text():
             status = work()
             sys.stdout.flush()
-        return status
+        return 130 if stop.signal else status
     except BrokenPipeError:
         # As head leaves a pipe; else Python would say so once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -154,12 +154,13 @@ class Judged:
         return None if working.note else working.value
 
     def unchecked(self, name: str) -> str:
-        """Return the checks that a variant did not have, as "no audits, no control"; "" if it had all."""
+        """Return the checks that a variant did not have, as "stopped by SIGTERM, no audits"; "" if it had all."""
         build, variant = self.build, self.build.variants[name]
         anchor, control = build.variants.get(build.anchor, variant), self.run.control
         raised = next((audit.raised for audit in (*variant.audits, *anchor.audits) if audit.raised), "")
         reason = f": {' '.join(raised.split())[:100]}" if raised else ""
-        missing, number = [], len(variant.audits) - len(checks.repeated(variant))
+        missing = [f"stopped by {self.run.stopped}"] if self.run.stopped else []
+        number = len(variant.audits) - len(checks.repeated(variant))
         if name == self.run.control or not variant.blocks:
             return ""
         if not variant.audits:
@@ -458,7 +459,8 @@ def _parity_fault(run, build, name, before, after) -> Found | None:
         is_compared = bool(variant.sealed.parity)
         return None if is_compared else Found(Fault.NOT_COMPARED, "nothing compares its training with the reference's")
     reference = build.variants.get(compared_with)
-    if before is None or after is None or reference is None:
+    # A run that was stopped is light.
+    if before is None or (after is None and not run.stopped) or reference is None:
         when = "before" if before is None else "after"
         return Found(Fault.NOT_COMPARED, f"nothing compares its training with the reference's {when} its blocks")
     # Two runs of the reference are mostly equal.
@@ -481,7 +483,7 @@ def _parity_fault(run, build, name, before, after) -> Found | None:
     if scatter > LEAST_DEVIATION_AFTER:
         # One course is as much as one block, of which eager's own part now and then.
         allowed = max(allowed, LARGEST_OF_ONE_BLOCK)
-    if not after.is_within(allowed):
+    if after is not None and not after.is_within(allowed):
         reason = f"parity after its blocks: differs by {after}, eager runs by {amount(scatter)}"
         return Found(Fault.PARITY_AFTER, reason)
     return None

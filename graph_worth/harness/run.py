@@ -11,7 +11,8 @@ Facts are on disk as they come; after a kill the same command goes on. At the en
 and beside it a page about the run for a browser, whose path is printed last.
 
 Exit status: 0 when every variant passed, ran out of memory or is unsupported here and something was timed; 1
-otherwise; 2 for a mistake on the command line; 130 after Ctrl-C.
+otherwise; 2 for a mistake on the command line; 130 after Ctrl-C. After two cycles a first Ctrl-C or SIGTERM skips the
+rest and still writes the file, which says so; a second one ends at once.
 """
 
 import contextlib
@@ -32,9 +33,9 @@ from graph_worth.folders import OWN_STEP
 from graph_worth.harness import ask, command, judge
 from graph_worth.harness.ask import Options
 from graph_worth.harness.builds.build_measurement import BuildMeasurement
-from graph_worth.harness.builds.build_worker import Ahead, BuildWorker, Interrupted, OutOfVariants
+from graph_worth.harness.builds.build_worker import Ahead, BuildWorker, Interrupted, OutOfVariants, Stopped
 from graph_worth.harness.builds.request import FEWEST_CYCLES, Settings
-from graph_worth.harness.command import Mistake, shown
+from graph_worth.harness.command import Mistake, shown, stop
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Run
 from graph_worth.harness.files.partial import Partial
@@ -48,6 +49,8 @@ ALL = "all"
 FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy, Interrupted)
 CYCLES = {"tiny": 3, "other": 8}
 BLOCK_S = {"tiny": 0.1, "other": 1.0}
+# From so many cycles on a first stop leaves a file.
+STOPPABLE_CYCLES = 2
 # A step of somebody's own gets its verdict within minutes (graph_worth/harness/measure.py).
 OWN_BLOCK_S = 0.5
 SOURCE = {"commit": "git_sha", "tree": "git_tree", "hash": "source_hash"}
@@ -153,12 +156,18 @@ def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> N
     """
     settings, ahead, number = settings_of(args, request.preset), Ahead(), 0
     fewest = settings.cycles if settings.cycles_s is None else min(FEWEST_CYCLES, settings.least_cycles)
+    measured: list[BuildMeasurement] = []
+    # The first build is the usual one of the preset as it is.
+    stop.can_wait = lambda: all(
+        len(facts.of("cycle", build=build.name)) >= STOPPABLE_CYCLES
+        for build in (request.builds[0], *(last.request for last in measured[-1:]))
+    )
     try:
         for _, builds in itertools.groupby(request.builds, key=lambda build: build.fields):
             usual, *apart = builds
-            measured: list[BuildMeasurement] = []
+            measured = []
             # The usual build is the last: its blocks, and the base alone, are to be near each other in time.
-            for build in [*apart, usual]:
+            for build in [] if stop.signal else [*apart, usual]:
                 number += 1
                 if len(request.builds) > 1:
                     names = ", ".join(name for name in build.variants if name != CONTROL)
@@ -167,12 +176,16 @@ def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> N
                 of_build = settings if build is usual else replace(settings, cycles=fewest)
                 measured.append(BuildMeasurement(BuildWorker(build, of_build, facts, log, _say, ahead)))
                 _measure_build(measured[-1], facts)
-            for base in dict.fromkeys(build.base for build in measured if build.base and not settings.is_light):
-                alike = [build for build in measured if build.base == base]
-                alike[-1].measure_base(alike)
+            if settings.is_light or stop.signal:
+                continue
+            with contextlib.suppress(Stopped):
+                for base in dict.fromkeys(build.base for build in measured if build.base):
+                    alike = [build for build in measured if build.base == base]
+                    alike[-1].measure_base(alike)
     finally:
+        stop.can_wait = bool
         ahead.end()
-    facts.add("end", end_utc=partial.utc())
+    facts.add("end", end_utc=partial.utc(), stopped=stop.signal)
 
 
 def log_of(facts: Partial) -> Path:
@@ -245,7 +258,10 @@ def measured(args: Options) -> tuple[list[tuple[Run, Path | None]], bool]:
         for text in others:
             print(f"beside   {text}")
         suite = Suite(requests, args)
-        done = [suite.measured(request) or suite.note(request, _measure_one(request, args)) for request in requests]
+        done = []
+        for request in requests:
+            if not stop.signal:
+                done.append(suite.measured(request) or suite.note(request, _measure_one(request, args)))
         suite.end()
         return done, bool(refused)
 
@@ -321,14 +337,14 @@ class Suite:
 
     def note(self, request: ask.Ask, done: tuple[Run, Path | None]) -> tuple[Run, Path | None]:
         """Note the run of a model, and return it."""
-        if self._path and done[1]:
+        if self._path and done[1] and not stop.signal:
             self._files[request.name] = str(done[1])
             write_text(self._path, json.dumps(self._files))
         return done
 
     def end(self) -> None:
         """Forget all runs, so that the next call measures again."""
-        if self._path:
+        if self._path and not stop.signal:
             self._path.unlink(missing_ok=True)
 
 

@@ -95,4 +95,4 @@ def no_headline(reasons: str, cycles: int | None = None) -> str:
 
 def is_light(judged: Judged, cycles: int) -> bool:
     """Return whether a ratio over so many cycles adds to a row that a full run opened, and opens none itself."""
-    return judged.run.parity == "blocks" or cycles < LEAST_CYCLES
+    return judged.run.parity == "blocks" or bool(judged.run.stopped) or cycles < LEAST_CYCLES

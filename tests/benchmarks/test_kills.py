@@ -1,6 +1,6 @@
 """Two hundred kills of the command, its worker or the process between, at any moment of a run, starts included.
 
-By SIGKILL or SIGTERM. Nothing finished is lost, no variant is accused, no process is left, and no folder of a worker.
+By SIGKILL or SIGHUP. Nothing finished is lost, no variant is accused, no process is left, and no folder of a worker.
 """
 
 import contextlib
@@ -50,7 +50,8 @@ def kill(process, draw):
     mine = supervisor.descendants(process.pid)
     worker = [pid for pid in workers() if pid in mine]
     between = [pid for pid in mine if pid not in worker][:1]
-    number = draw.choice([signal.SIGKILL, signal.SIGTERM])
+    # A SIGTERM to the command seals what has two cycles.
+    number = draw.choice([signal.SIGKILL, signal.SIGHUP])
     for pid in draw.choice([[process.pid], worker or [process.pid], between or [process.pid]]):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

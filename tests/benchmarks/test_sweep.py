@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import crossing, publish, sweep
 from graph_worth.folders import ROOT
-from graph_worth.harness import judge, run, script
+from graph_worth.harness import command, judge, run, script
 from graph_worth.harness.command import Mistake
 from graph_worth.harness.files import partial, run_file
 from graph_worth.harness.files.facts import Raised
@@ -214,6 +214,21 @@ def test_a_sweep_that_is_stopped_goes_on(tmp_path, go, capsys):
     assert "the same command goes on" in capsys.readouterr().err
     # What was measured before waits beside its log: benchmarks.run goes on with it.
     assert len(list(tmp_path.rglob("*.partial.jsonl"))) == 2 and not files(tmp_path)
+
+
+def test_a_sweep_whose_point_is_stopped_leaves_a_file_and_measures_the_point_again(tmp_path, go, capsys):
+    class Stopped(Runner):
+        def made(self, value, *args):
+            run = super().made(value, *args)
+            run.stopped = command.stop.signal = "SIGTERM" if value == 2 else ""
+            return run
+
+    runner = Stopped()
+    assert go(runner, "1,2,4") == 130 and runner.calls == [1, 2]
+    (path,) = files(tmp_path)
+    assert [point.stopped for point in run_file.read_all(path).runs] == ["", "SIGTERM"]
+    assert go(Runner(), "1,2,4") == 0 and "batch 1 was measured before" in capsys.readouterr().out
+    assert {point.stopped for point in run_file.read_all(files(tmp_path)[-1]).runs} == {""}
 
 
 def test_a_point_that_has_its_end_starts_no_worker_again(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ The times are of results/h200x1/your_step-bench-nanogpt-build: 20261128T125925Z 
 
 from collections import Counter
 
+from graph_worth.harness import command as stopping
 from tests.helpers.made_run import block
 
 START_S, BUILD_S, END_S = 3.0, 2.4, 0.4
@@ -19,7 +20,7 @@ class Clock:
 
     def __init__(self):
         self.now_s, self.processes, self.compiled = 0.0, [], set()
-        self.calls, self.steps, self.seconds = Counter(), Counter(), Counter()
+        self.calls, self.steps, self.seconds, self.asked = Counter(), Counter(), Counter(), Counter()
 
     def take(self, what, seconds, steps=0):
         self.now_s += seconds
@@ -28,10 +29,11 @@ class Clock:
         self.seconds[what] += seconds
 
 
-def worker_class(clock: Clock, left_bytes=0, stops_at=None):
+def worker_class(clock: Clock, left_bytes=0, signals=None):
     """Return what stands for `WorkerProcess`, by this clock.
 
-    left_bytes: what a variant leaves in torch's memory. stops_at: (command, variant) at which the user ends the run.
+    left_bytes: what a variant leaves in torch's memory. signals: (command, variant, how often it was asked)
+    -> signal that this process gets then.
     """
 
     class Modelled:
@@ -51,8 +53,10 @@ def worker_class(clock: Clock, left_bytes=0, stops_at=None):
         def call(self, command, limit_s, waiting=None):
             name = command.get("variant", "")
             self.asked.append((command["do"], name))
-            if self.asked[-1] == stops_at:
-                raise KeyboardInterrupt
+            clock.asked[self.asked[-1]] += 1
+            number = (signals or {}).get((*self.asked[-1], clock.asked[self.asked[-1]]))
+            if number:
+                stopping._stop(number, None)
             return {"say": "done"} | getattr(self, f"do_{command['do']}")(command, name)
 
         def make(self, name, what):

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 from graph_worth.harness import checks, intervals, judge
 from graph_worth.harness.builds import audit, block_plan
-from graph_worth.harness.builds.build_worker import BuildWorker, OutOfVariants, TryAgain
+from graph_worth.harness.builds.build_worker import BuildWorker, OutOfVariants, Stopped, TryAgain
 from graph_worth.harness.builds.request import FEWEST_CYCLES
 from graph_worth.harness.checks import Fault
+from graph_worth.harness.command import stop
 from graph_worth.harness.files import partial
 from graph_worth.harness.processes import locks
 from graph_worth.harness.processes.host_load import busy_processes
@@ -52,7 +53,11 @@ class BuildMeasurement:
             phases += [self._audit, self._profile, self._check_parity_afterwards, self._measure_memory]
         try:
             for phase in phases:
-                self._finish(phase)
+                # A file needs profiles, and eager's look at itself keeps losses from accusing a variant.
+                self.worker.is_needed = phase in (self._look_again, self._profile)
+                with contextlib.suppress(Stopped):
+                    if self.worker.is_needed or not stop.signal:
+                        self._finish(phase)
         except KeyboardInterrupt:
             self.worker.end(is_at_once=True)
             raise
@@ -261,7 +266,10 @@ class BuildMeasurement:
     def _profile(self):
         paces, is_short = self._of("plan")[-1]["paces"], self.settings.is_short
         missing = self._missing("profile")
-        if missing:
+        if missing and stop.signal:
+            cycles = f"{len(self._of('cycle'))} of {self.settings.least_cycles} cycles"
+            self.say(f"  stopped after {cycles}: profile, then the file; stop again to end at once")
+        elif missing:
             self.say("  profiles" if self.settings.is_light else "  profiles, and parity on the graphs that were timed")
         with self._timed("profile"):
             for variant in missing:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from graph_worth.harness.builds.request import BuildRequest, Settings
+from graph_worth.harness.command import stop
 from graph_worth.harness.files.partial import Partial
 from graph_worth.harness.processes.worker_process import WorkerEnded, WorkerProcess
 
@@ -30,6 +31,10 @@ class Interrupted(RuntimeError):
 
 class TryAgain(Exception):
     """A question has no answer: its variant was left out, or gets another worker. The facts say what is still to do."""
+
+
+class Stopped(Exception):
+    """The user stopped the run, and its file does not need what was to be asked."""
 
 
 class Ahead:
@@ -66,6 +71,7 @@ class BuildWorker:
         captured: variants that the running worker has.
         paces: variant -> its pilot's answer in the running worker.
         apart: each block has a process of its own.
+        is_needed: what is asked now is needed after a stop, too.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class BuildWorker:
         self.captured: list[str] = []
         self.paces: dict[str, dict] = {}
         self.apart = bool(partial.of("apart", build=request.name))
+        self.is_needed = False
         self._shares = bool(partial.of("share", build=request.name))
         self._worker: WorkerProcess | None = None
         # Variant -> how far the build was when its worker was ended from outside.
@@ -108,7 +115,9 @@ class BuildWorker:
         Raises:
             TryAgain: this process was stopped meanwhile, or a signal that the run did not send ended the worker for the
                 first time.
+            Stopped: see `is_needed`.
         """
+        self._require_need()
         worker = self._worker or self._start(parity)
         try:
             answer = worker.call(
@@ -124,6 +133,10 @@ class BuildWorker:
         if answer.get("fatal"):
             self.end()
         return answer
+
+    def _require_need(self) -> None:
+        if stop.signal and not self.is_needed:
+            raise Stopped
 
     def is_fresh(self) -> bool:
         """Start a worker where none runs, and return whether one started, which has nothing but its state."""
@@ -160,6 +173,9 @@ class BuildWorker:
     def _was_stopped(self, variant):
         """The process that watches the clock was stopped in a block, by a user perhaps; TryAgain."""
         reason = "this process was stopped while it timed a block"
+        if stop.signal:
+            # `timeout` lets it go on as it ends it.
+            raise Stopped
         if variant in self._stopped:
             self.leave_out(variant, "error", reason)
         else:
@@ -242,6 +258,7 @@ class BuildWorker:
 
         The next worker starts when this one has answered: the driver counts the CUDA context of all on the GPU.
         """
+        self._require_need()
         self.end()
         how, done = {"share": False, "parity": False}, 0
         for tries_left in (1, 0):
@@ -250,6 +267,7 @@ class BuildWorker:
                 for number, (variant, command) in enumerate(asks):
                     if number < done and command["do"] != "capture":
                         continue
+                    self._require_need()
                     answer = worker.call(command | {"variant": variant}, self.settings.limit_s, self._waiting(variant))
                     done = max(done, number + 1)
                     if command["do"] == "alone":

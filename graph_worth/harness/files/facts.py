@@ -417,6 +417,7 @@ class Run(Struct, kw_only=True):
 
     Attributes:
         parity: "courses", or "blocks" where nothing but the losses of the blocks shows that variants train alike.
+        stopped: the signal after which nothing but profiles was measured; "" of other runs.
         over, value: of a point of a sweep: the quantity that varies, and its value; "" and 0 of other runs.
     """
 
@@ -438,6 +439,7 @@ class Run(Struct, kw_only=True):
     whole: bool
     seconds: dict[Name, Amount]
     parity: Literal["courses", "blocks"] = "courses"
+    stopped: Name = ""
     over: Name = ""
     value: Whole = 0
     builds: dict[Name, Build]

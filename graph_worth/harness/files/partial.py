@@ -168,6 +168,7 @@ def folded(facts: list[dict]) -> Run:
         "end_utc": ends[-1]["end_utc"] if ends else utc(),
         "unit": worker.get("unit", ""),
         "whole": bool(ends),
+        "stopped": ends[-1].get("stopped", "") if ends else "",
         "seconds": seconds,
         "builds": {
             name: _build(header["builds"][name], known, header["control"]) for name, known in by_build.items() if known

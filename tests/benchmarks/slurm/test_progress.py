@@ -92,7 +92,7 @@ def test_what_a_run_that_goes_on_measures_again_is_no_progress(out):
 # Lays the facts of GIVE down and tells the batch script that the time is over, as Slurm does.
 PYTHON = f"""#!/bin/bash
 if [ "$2" = benchmarks.run ]; then
-    trap 'exit 130' TERM
+    trap 'exit 130' HUP
     mkdir -p "$(dirname "$TO")" && cat "$GIVE" >>"$TO"
     kill -USR1 $PPID
     while :; do /bin/sleep 0.05; done

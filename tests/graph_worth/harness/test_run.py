@@ -259,12 +259,13 @@ def test_what_does_not_fit_together_has_a_process_for_each_block(tmp_path):
 
 
 @pytest.mark.slow
-def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
+def test_after_a_hang_up_and_after_a_kill_the_same_command_goes_on(tmp_path):
     # A busy machine may deliver a kill some cycles late.
     more = (["eager", "graph_step"], "--cycles", 8)
     first = start(tmp_path, *more)
     wait_for(first, "cycle 1 of 8")
-    first.send_signal(signal.SIGINT)
+    # A first Ctrl-C would leave a file from the second cycle on.
+    first.send_signal(signal.SIGHUP)
     said, _ = first.communicate(timeout=240)
     assert first.returncode == 130 and "the same command goes on" in said
     (path,) = tmp_path.rglob(f"*{partial.SUFFIX}")
@@ -286,6 +287,21 @@ def test_after_ctrl_c_and_after_a_kill_the_same_command_goes_on(tmp_path):
     blocks = only_variants(tmp_path)["graph_step"].blocks
     assert [b.cycle for b in blocks] == list(range(8)) and len({b.process for b in blocks}) == 3
     assert blocks[0].step_ms == kept["step_ms"]
+
+
+@pytest.mark.slow
+def test_a_stop_after_two_cycles_leaves_a_file_and_no_worker(tmp_path):
+    process = start(tmp_path, ["eager", "graph_step"], "--cycles", 200)
+    wait_for(process, "cycle 2 of 200")
+    # As `timeout` does.
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGCONT):
+        process.send_signal(number)
+    said, _ = process.communicate(timeout=240)
+    run = only_run(tmp_path)
+    (build,) = run.builds.values()
+    assert process.returncode == 130 and run.stopped == "SIGTERM" and 2 <= len(build.cycles) < 200, said
+    assert said.count("stopped after") == 1 and "not checked: eager, graph_step (stopped by SIGTERM" in said, said
+    assert judge.is_sound(run) and not list(tmp_path.rglob(f"*{partial.SUFFIX}")) and "Traceback" not in said
 
 
 @pytest.mark.slow

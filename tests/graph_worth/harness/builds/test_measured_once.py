@@ -1,9 +1,11 @@
 """The processes of `make measure` on a GPU: what is measured once in a run, and how long all of it takes in a model."""
 
+import signal
+
 import pytest
 
 from benchmarks import sweep
-from graph_worth.harness import ask, judge, measure, run, standing
+from graph_worth.harness import ask, command, judge, measure, run, standing
 from graph_worth.harness.builds import build_worker
 from graph_worth.harness.builds.request import FEWEST_CYCLES
 from graph_worth.harness.files import partial, run_file
@@ -26,6 +28,9 @@ def measured(folder, monkeypatch, variants=ALL, **more):
     request = ask.ask_of(options, measure.MODEL, launch.describe_here() | {"gpus": GPU})
     monkeypatch.setattr(build_worker, "WorkerProcess", worker_class(clock, **more))
     monkeypatch.setattr("time.monotonic", lambda: clock.now_s)
+    # No handler of this process is to change.
+    monkeypatch.setattr(command, "STOPS", ())
+    monkeypatch.setattr(command.stop, "signal", "")
     facts = run.open_run(request, options)
     run.measure_run(request, options, facts, folder / "log")
     return run_file.read(partial.seal(facts)), clock
@@ -121,8 +126,61 @@ def test_a_run_that_is_stopped_before_eager_is_alone_goes_on_there(tmp_path, mon
     # The first run's file is still open in this process.
     monkeypatch.setattr(partial.fcntl, "flock", lambda *words: None)
     with pytest.raises(KeyboardInterrupt):
-        measured(tmp_path, monkeypatch, stops_at=("alone", "eager"))
+        measured(tmp_path, monkeypatch, signals={("alone", "eager", 1): signal.SIGHUP})
     found, clock = measured(tmp_path, monkeypatch)
     (alone,) = clock.processes
     assert {name for _, name in alone.asked} == {"", "eager"}
     assert all(build.variants["eager"].alone.builds for build in found.builds.values())
+
+
+# ------------------------------------------------------------------------------------------------
+# A run that is told to stop
+
+# The pilot's two blocks of a variant come first.
+THIRD_CYCLE = ("block", "graph_step", 2 + 3)
+LINE = "stopped after {} of 8 cycles: profile, then the file; stop again to end at once\n"
+
+
+def test_a_first_stop_ends_the_block_and_leaves_a_light_run_with_profiles(tmp_path, monkeypatch, capsys):
+    # As `timeout` sends it, to the process and to its group.
+    once = {THIRD_CYCLE: signal.SIGTERM, ("profile", "eager", 1): signal.SIGTERM}
+    monkeypatch.setattr(command, "ONE_STOP_S", 1e3)
+    found, clock = measured(tmp_path, monkeypatch, "graph_step", signals=once)
+    ((name, judged),) = judge.judged(found).items()
+    assert (found.stopped, found.whole, name, len(judged.build.cycles)) == ("SIGTERM", True, "", 2)
+    asked = clock.processes[-1].asked
+    assert asked[-3:] == [THIRD_CYCLE[:2], ("profile", "eager"), ("profile", "graph_step")]
+    assert {block.cycle for variant in judged.build.variants.values() for block in variant.blocks} == {0, 1}
+    assert judged.passed("graph_step"), judged.verdicts
+    assert judged.ratio_of("graph_step").cycles == 2 and judged.ceiling("eager")
+    assert judged.unchecked("graph_step") == "stopped by SIGTERM, no audits"
+    printed = capsys.readouterr().out
+    assert printed.endswith(LINE.format(2)) and printed.count("profile") == 1
+
+
+@pytest.mark.parametrize("at", [("block", "graph_step", 2 + 8 + 2), ("course", "eager", 1), ("alone", "eager", 1)])
+def test_a_stop_after_all_cycles_leaves_no_full_run(tmp_path, monkeypatch, at):
+    found, clock = measured(tmp_path, monkeypatch, "graph_step", signals={at: signal.SIGINT})
+    (judged,) = judge.judged(found).values()
+    ratio, (*_, last) = judged.ratio_of("graph_step"), [asked for worker in clock.processes for asked in worker.asked]
+    assert ratio.cycles == 8 and found.stopped == "SIGINT" and standing.is_light(judged, ratio.cycles)
+    assert all(variant.profile.kernels for name, variant in judged.build.variants.items() if name != "control")
+    assert last == at[:2] or last[0] == "profile"
+    assert "audits" in judged.unchecked("graph_step") and clock.calls["repetition"] == 0
+
+
+@pytest.mark.parametrize(
+    "variants, signals",
+    {
+        "in the second cycle": ("graph_step", {("block", "graph_step", 2 + 2): signal.SIGTERM}),
+        "twice": ("graph_step", {THIRD_CYCLE: signal.SIGINT, ("profile", "eager", 1): signal.SIGINT}),
+        "before the usual build": (ALL, {("block", "graph_step_compiled", 2 + 4): signal.SIGTERM}),
+    }.values(),
+)
+def test_a_stop_without_two_cycles_and_a_second_stop_end_the_run_at_once(tmp_path, monkeypatch, variants, signals):
+    monkeypatch.setattr(partial.fcntl, "flock", lambda *words: None)
+    monkeypatch.setattr(command, "ONE_STOP_S", 0.01)
+    with pytest.raises(KeyboardInterrupt):
+        measured(tmp_path, monkeypatch, variants, signals=signals)
+    found, _ = measured(tmp_path, monkeypatch, variants)
+    assert not found.stopped and len(found.builds[""].cycles) == 8
