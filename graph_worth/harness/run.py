@@ -49,7 +49,7 @@ ALL = "all"
 FAILURES = (locks.GpuBusy, launch.NodesDiffer, partial.Busy, Interrupted)
 CYCLES = {"tiny": 3, "other": 8}
 BLOCK_S = {"tiny": 0.1, "other": 1.0}
-# From so many cycles on a first stop leaves a file.
+# From so many quiet cycles on a first stop leaves a file.
 STOPPABLE_CYCLES = 2
 # A step of somebody's own gets its verdict within minutes (graph_worth/harness/measure.py).
 OWN_BLOCK_S = 0.5
@@ -62,7 +62,8 @@ def parse(argv=None) -> Options:
     parser = command.parser_of(
         "run",
         "Eager against graphed training steps, in alternating blocks of one process.",
-        f"See python -m MODEL.train --help for the flags of a script. {command.TO_SCRIPT}",
+        f"See python -m MODEL.train --help for the flags of a script. {command.TO_SCRIPT} After two cycles "
+        "a first Ctrl-C or SIGTERM still writes the file.",
     )
     known = f"one of {', '.join(models())}, some with commas, or all"
     parser.add_argument("--model", metavar="NAME", required=True, help=known)
@@ -159,7 +160,7 @@ def measure_run(request: ask.Ask, args: Options, facts: Partial, log: Path) -> N
     measured: list[BuildMeasurement] = []
     # The first build is the usual one of the preset as it is.
     stop.can_wait = lambda: all(
-        len(facts.of("cycle", build=build.name)) >= STOPPABLE_CYCLES
+        len(facts.of("cycle", build=build.name, busy=0)) >= STOPPABLE_CYCLES
         for build in (request.builds[0], *(last.request for last in measured[-1:]))
     )
     try:

@@ -267,8 +267,9 @@ class BuildMeasurement:
         paces, is_short = self._of("plan")[-1]["paces"], self.settings.is_short
         missing = self._missing("profile")
         if missing and stop.signal:
-            cycles = f"{len(self._of('cycle'))} of {self.settings.least_cycles} cycles"
-            self.say(f"  stopped after {cycles}: profile, then the file; stop again to end at once")
+            done, least = len(self._of("cycle")), self.settings.least_cycles
+            of_least = f" of {least}" if done < least else ""
+            self.say(f"  stopped after {done}{of_least} cycles: profile, then the file; stop again to end at once")
         elif missing:
             self.say("  profiles" if self.settings.is_light else "  profiles, and parity on the graphs that were timed")
         with self._timed("profile"):
