@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from graph_worth.harness import run
-from graph_worth.harness.builds.build_worker import Ahead, BuildWorker, Interrupted, TryAgain
+from graph_worth.harness.builds.build_worker import Ahead, BuildWorker, Interrupted, Stopped, TryAgain
 from graph_worth.harness.builds.request import BuildRequest, Settings
+from graph_worth.harness.command import stop
 from graph_worth.harness.files.partial import SUFFIX, Partial
 from graph_worth.harness.processes import worker_process
 from graph_worth.harness.processes.worker_process import WorkerEnded
@@ -185,6 +186,11 @@ def test_a_block_in_which_this_process_was_stopped_is_measured_again_and_then_le
         with pytest.raises(TryAgain):
             getattr(own, ask)("eager", {"do": "block"})
         assert own.remaining() == left
+    # `timeout` sends SIGCONT beside its signal.
+    monkeypatch.setattr(stop, "signal", "SIGTERM")
+    own.is_needed = True
+    with pytest.raises(Stopped):
+        getattr(own, ask)("eager", {"do": "block"})
 
 
 def test_a_stop_of_this_process_is_counted(own, monkeypatch, tmp_path):
