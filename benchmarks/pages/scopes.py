@@ -45,25 +45,25 @@ def markdown(results: Results, page: Path, argument: str = "") -> str:
     lines = []
     for scope in SCOPES:
         here = f"[{scope.model}](../{scope.model}/README.md) `{scope.variant}`"
-        measured = "<br>".join(_measured(results, page, scope)) or "not measured"
-        lines.append([scope.impl, scope.scope, scope.captured, here, measured])
+        # docs/log.md lists the variants that no run has measured.
+        if texts := _measured(results, page, scope):
+            lines.append([scope.impl, scope.scope, scope.captured, here, "<br>".join(texts)])
     return tables.markdown(["Impl", "Scope", "In the graphs", "Here", "Measured"], lines)
 
 
 def _of_model(results, page, model):
-    """Rows of a model: gain, memory alone and issue of eager and of each scope; then the scopes without a run."""
-    lines, missing = [], []
+    """Rows of a model: gain, memory alone and issue of eager and of each scope that a run has measured."""
+    lines = []
     for scope in (Scope("", "", "nothing", model, "eager"), *(setting for setting in SCOPES if setting.model == model)):
-        rows = [row for row in _rows(results, model, scope.variant) if row.status == PASS]
-        for row in rows:
+        for row in _rows(results, model, scope.variant):
+            if row.status != PASS:
+                continue
             run = f"{tables.linked(row.workload, row, page)} ({in_markdown(headlines.short(row.gpu))})"
             cells = [tables.CELLS[name](row) for name in ("alone GiB", "issue ms")]
             gain = tables.gain_range(row) or "base"
             lines.append([f"`{scope.variant}`", scope.captured, run, gain, *map(in_markdown, cells)])
-        missing += [] if rows else [f"`{scope.variant}`"]
     names = ["Variant", "In the graphs", "Run", "gain", "alone GiB", "issue ms"]
-    missing_text = f"\n\nNot measured in blocks on a GPU yet: {', '.join(missing)}." if missing else ""
-    return tables.markdown(names, lines) + missing_text
+    return tables.markdown(names, lines)
 
 
 def _rows(results: Results, model: str, variant: str) -> list[Row]:
