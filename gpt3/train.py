@@ -21,8 +21,7 @@ FP8 and overwrites main_grads, and one for the others, replayed again and again.
 
 In plain torch, the capture of one layer, and a microbatch of a step with it as the only layer:
 
-    torch.cuda.set_stream(torch.cuda.Stream())                # one stream for all: no wait is needed between its parts;
-    # not the default one, on which nothing can be captured, and autograd runs a backward on its forward's stream
+    torch.cuda.set_stream(torch.cuda.Stream())                # before all else: captures cannot use the default stream
     x, grad_y = torch.zeros_like(hidden).requires_grad_(), torch.zeros_like(hidden)
     layer(x).backward(grad_y)                                 # warm-up: libraries allocate and choose kernels
     x.grad = None                                             # so the capture makes x.grad in the pool

@@ -37,7 +37,7 @@ In plain torch, the capture of graph_layer and a step are:
     torch.cuda.set_stream(torch.cuda.Stream())          # before all else: captures cannot use the default stream
     for index in range(3): eager_step(state, index)     # warm-up: libraries allocate and choose kernels
     shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
-    shared["capture_error_mode"] = "thread_local"       # other threads may call CUDA meanwhile
+    shared["capture_error_mode"] = "thread_local"       # other threads, as NCCL's, may call CUDA meanwhile
     forward, backward = ([torch.cuda.CUDAGraph() for _ in layers] for _ in range(2))
     for layer, graph in zip(layers, forward):           # hidden: at first x[0]; it and grad: see section 1
         with torch.cuda.graph(graph, **shared):

@@ -24,7 +24,7 @@ torch, the capture and a step are:
     for index in range(3): eager_step(state, index)           # warm-up: libraries allocate and choose kernels
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()      # the validation's graph gets pool, too
     shared = {"pool": pool, "stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
-    with torch.cuda.graph(graph, **shared):                   # thread_local: NCCL's watchdog may call CUDA meanwhile
+    with torch.cuda.graph(graph, **shared):                   # other threads, as NCCL's, may call CUDA meanwhile
         forward_and_backward(state, num_microbatches)         # recorded, not run
     state.reset()                                             # undoes the warm-up in place, since graphs hold addresses
     inputs.copy_(batch), zero(main_grad)                      # in a step: eager

@@ -36,6 +36,7 @@ In plain torch, graph_attn in one layer, then graph_step:
     for index in range(3): eager_step(state, index)           # warm-up
     forward, backward, step = (torch.cuda.CUDAGraph() for _ in range(3))
     shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
+    shared["capture_error_mode"] = "thread_local"             # other threads, as NCCL's, may call CUDA meanwhile
     h, grad = torch.zeros(tokens, hidden_size, requires_grad=True), torch.zeros(tokens, hidden_size)  # static
     with torch.cuda.graph(forward, **shared):
         x = layer.attention(h)                                # recorded, not run
@@ -50,7 +51,7 @@ In plain torch, graph_attn in one layer, then graph_step:
             grad.copy_(grad_x); backward.replay(); return h.grad
     state.reset()                                             # undoes the warm-up in place, since graphs hold addresses
 
-    with torch.cuda.graph(step, stream=torch.cuda.current_stream()):    # graph_step
+    with torch.cuda.graph(step, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):  # graph_step
         forward_and_backward(state); state.update()
     inputs.copy_(batch); step.replay()                        # in a step
 
@@ -62,8 +63,9 @@ Not captured, and why:
     rest of a layer     by choice: graphs of growing parts show what each part gains. With --ep `mix` has to be eager
 
 Copied in      the batch to state.inputs, by begin_step. For graphs of layers `Replayed` also copies hidden, and the
-               gradients of x, y and routed's weights, to buffers. In graph_layer a layer reads the output of the layer
-               before where it lies (chained): only layer 0's hidden is copied, but the gradient of each layer's output.
+               gradients of x, y and routed's weights, to buffers. In graph_layer (chained) a layer's buffer for hidden
+               is the output of the layer before. So a microbatch copies one hidden, the embedding's output, to layer
+               0's buffer, and for every layer the gradient of its output.
 Read in time   a graph's outputs, by the eager rest of the layer (graph_layer: the next layer or the loss), forward and
                backward, before this layer's backward is replayed. The gradient of hidden, by the eager backward or the
                copy to the next layer's buffer, before the next backward is replayed. main_grad by Adam, losses and
@@ -314,10 +316,11 @@ class GraphedLayer:
         self.backward, grad_hidden = pool.capture(
             lambda: input_gradient(self.hidden, self.outputs[: len(grads)], grads), tuple(grads)
         )
-        # Later captures may use the memory of these tensors. That is safe: captures have the order of replays, and in a
-        # step every reader comes before the next replay that writes there. borrow makes a tensor of the address alone
-        # (torch.as_tensor of an object with __cuda_array_interface__); with the last owner gone the allocator gives the
-        # memory away. hidden stays, since the backward graph reads it: in graph_layer the output before.
+        # A tensor owns its memory: no capture gets it while the tensor lives. `borrow` returns a tensor at the same
+        # address that owns nothing. So this layer gives the memory of outputs and grad_hidden to later captures. That
+        # is safe: captures have the order of replays, and in a step every reader comes before the next replay that
+        # writes there. self.hidden keeps its memory, which the backward graph reads. In graph_layer that is the output
+        # of the layer before, so only the last layer's output is given away.
         self.grad_hidden = None if grad_hidden is None else pool.borrow(grad_hidden)
         self.outputs = [pool.borrow(output.detach()) for output in self.outputs]
 

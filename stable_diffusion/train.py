@@ -29,7 +29,7 @@ replay in the same order. `graph_networks` captures only the UNet, for compariso
         eager_step(state, index)                 # warm-up: libraries allocate memory and choose kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        training_step(state)                     # recorded, not run; thread_local: other threads may call CUDA
+        training_step(state)                     # recorded, not run. Other threads, as NCCL's, may call CUDA meanwhile
     state.reset()                                # undoes the warm-up in place: the graph holds addresses
     for index in range(num_steps):
         moments.copy_(staged["moments"])         # begin_step: the static inputs, which never move,
