@@ -8,6 +8,11 @@ Its tables:
     why = "..."               a few words, which stand in its rows; a note has none
     file, says, correct       cells of the page, in Markdown
 
+    [[slowed]]                eager steps that the host limits were slowed in each run whose worker had the variable
+    variable = "NAME"
+    spares = ["gpt3/bench"]   but for these workloads
+    why = "..."
+
     [[pages]]                 wrong sentences of earlier pages: title, text above the table, rows of three cells
 
 A fault in the file is a line of `Results.faults`, and all else stands.
@@ -23,6 +28,7 @@ import msgspec
 from graph_worth.folders import ROOT
 from graph_worth.harness.command import shown
 from graph_worth.harness.files.facts import Run
+from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.standing import NOTE, REASONS, Correction
 from graph_worth.text import printable
 
@@ -55,6 +61,14 @@ class Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [name for name in self.runs if name == run.id] + [name for name in self.boots if boot.startswith(name)]
 
 
+class Slowed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An environment variable that slows eager."""
+
+    variable: str
+    spares: list[str] = []
+    why: str
+
+
 class Sentences(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Sentences of earlier pages. Each of `rows`: what the page said, what is correct, and what stands there now."""
 
@@ -69,6 +83,7 @@ class Corrections:
 
     path: Path = Path()
     published: list[Entry] = field(default_factory=list)
+    slowed: list[Slowed] = field(default_factory=list)
     pages: list[Sentences] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     is_of_root: bool = False
@@ -76,6 +91,12 @@ class Corrections:
     def of(self, run: Run) -> Correction | None:
         """Return the first reason for which a run is no headline."""
         return next(iter(self._reasons(run)), None)
+
+    def slows(self, run: Run) -> str:
+        """Return why a run's host took longer for eager steps; "" of other runs."""
+        name = workload_of(run).name
+        entries = [entry for entry in self.slowed if entry.variable in run.host.variables and name not in entry.spares]
+        return entries[0].why if run.device == "cuda" and entries else ""
 
     def _reasons(self, run: Run) -> list[Correction]:
         entries = [entry for entry in self.published if entry.kind != NOTE and entry.names(run)]
@@ -110,7 +131,11 @@ def read(root: Path) -> Corrections:
     except (OSError, ValueError) as error:
         known.unread.append(printable(f"{shown(path)}: {' '.join(str(error).split())}"))
         return known
-    kinds: dict[str, tuple[type, list]] = {"published": (Entry, known.published), "pages": (Sentences, known.pages)}
+    kinds: dict[str, tuple[type, list]] = {
+        "published": (Entry, known.published),
+        "slowed": (Slowed, known.slowed),
+        "pages": (Sentences, known.pages),
+    }
     for name, entries in tables.items():
         for number, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
             try:

@@ -43,6 +43,8 @@ from graph_worth.harness.standing import (
     ASIDE,
     BESIDE,
     COUNTED,
+    OUT,
+    SLOWED,
     UNKNOWN,
     Standing,
     is_light,
@@ -59,7 +61,7 @@ ARCHIVED = {"archived": True, "light_cycles": 0, "is_mixed": False}
 OF_ONE_RUN = ("low", "high", "control_ratio", "control_half_width", "base_fastest_ms", "base_slowest_ms")
 TEXT, NUMBER, COUNT, FLAG = "string", "float64", "Int64", "boolean"
 # A row shows the first of these that it has; the others stand beside it.
-TIERS = {**dict.fromkeys(COUNTED, 0), BESIDE: 1, ASIDE: 2}
+TIERS = {**dict.fromkeys(COUNTED, 0), BESIDE: 1, ASIDE: 2, SLOWED: 3}
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,8 @@ COLUMNS = {
     "alone_bytes": Column(COUNT, "memory alone in a process", lambda at: at.judged.alone_bytes(at.name)),
     "added_bytes": Column(COUNT, "that less the base's", lambda at: at.judged.added_bytes(at.name)),
     "steps_bytes": Column(COUNT, "without captures", lambda at: at.judged.added_bytes_in_steps(at.name)),
-    "standing": Column(TEXT, "quiet, unknown, beside (other work), aside (in no range)", lambda at: at.standing.kind),
+    "standing": Column(TEXT, "quiet, unknown, beside (other work), aside or slowed", lambda at: at.standing.kind),
+    "host_slowed": Column(FLAG, "a known fault slowed the host's launches", lambda at: at.standing.is_host_slowed),
     "standing_reason": Column(TEXT, "why it is not quiet", lambda at: at.standing.text),
     "mixed": Column(FLAG, "reduce_overhead ran in its process, which slows other graphs", lambda at: at.is_mixed),
     "light": Column(FLAG, "few cycles, or a census", lambda at: at.ratio and is_light(at.judged, at.ratio.cycles)),
@@ -432,7 +435,7 @@ def points_of(runs: Iterable[tuple[Path, Run]], corrections: Corrections = corre
         first = next(iter(builds.values()), None)
         seen: set[tuple[Workload, str]] = set()
         for name, build in builds.items():
-            standing = standing_of(build, corrections.of(run))
+            standing = standing_of(build, corrections.of(run), corrections.slows(run))
             numbers = {block.busy_processes for facts in build.build.variants.values() for block in facts.blocks}
             for busy in sorted({0, *numbers}):
                 where = workload_of(run, name, busy)
@@ -657,7 +660,8 @@ def opened(points: DataFrame) -> pd.Series:
 
 def _aside(points: DataFrame) -> DataFrame:
     """The timed runs of a row that neither count nor are beside other work: their reasons, newest first, and gains."""
-    by_row = points[points["standing"] == ASIDE].sort_values("begin_utc", ascending=False, kind="stable").groupby("row")
+    out = points[points["standing"].isin(OUT)]
+    by_row = out.sort_values("begin_utc", ascending=False, kind="stable").groupby("row")
     table = by_row["ratio"].agg(aside_low="min", aside_high="max")
     texts = [first if not more else f"{first}, and more" for first, *more in by_row["standing_reason"].unique()]
     return table.assign(aside=pd.Series(texts, index=table.index, dtype=TEXT))
@@ -696,12 +700,12 @@ def _note(row) -> str:
         if row.runs == 1 and fastest is not None and slowest > (1 + WIDE_SPREAD) * fastest:
             texts.append(f"{row.base} {digits(fastest)} to {digits(slowest)} ms")
         beside = row.standing_reason if row.runs == 1 else "beside other work"
-        reason = {BESIDE: beside, ASIDE: row.aside}.get(row.standing, "")
+        reason = {BESIDE: beside, **dict.fromkeys(OUT, row.aside)}.get(row.standing, "")
         texts.append(no_headline(reason, None if row.is_opened else row.most_cycles))
         some = f"in {row.unchecked_runs} of {row.runs} runs " if row.unchecked_runs < row.runs else ""
         texts.append(f"{some}{row.unchecked}" if row.unchecked else "")
         not_counted = f"not counted: {span(row.aside_low, row.aside_high, '.3f', 'x')} ({row.aside})"
-        texts += [not_counted] if row.aside and row.standing != ASIDE else []
+        texts += [not_counted] if row.aside and row.standing not in OUT else []
         added, steps = row.added_bytes or 0, row.steps_bytes
         if added >= GIB / 2:
             is_brief = steps is not None and added - steps >= GIB / 2

@@ -27,7 +27,7 @@ def lines_of(run: Run, known: Corrections = corrections.NONE) -> Iterator[str]:
     """Yield what each rule says of a run."""
     yield f"{run.id}: {workload_of(run).name} on {workload_of(run).machine}, host {str(run.host.boot)[:6]}"
     for name, build in judged(run).items():
-        at = standing_of(build, known.of(run))
+        at = standing_of(build, known.of(run), known.slows(run))
         yield f"  {f'build {name}' if name else 'standing'}: {at.kind}{f' ({at.text})' if at.text else ''}"
         yield from (f"    {line}" for line in _of_build(build))
         yield from (f"    {_of_variant(build, variant, at)}" for variant in build.verdicts)

@@ -36,7 +36,7 @@ def draw(results: Results) -> Page:
     note = (
         "A mark is a graph in one run. Lines: gain = the host's time to launch a kernel / the mean kernel, never "
         f"below 1. Graphs lie {100 * error.median():.0f} % (median) from the line of their own host. "
-        "Hollow: the run stood beside other work, or its host changed its pace. "
+        "Hollow: in no headline, by other work, the pace of the host or a known fault. "
         "With a rim: compiled code, with its graph's gain over it."
     )
     footer = f"{counted(len(points), 'graph')} in {counted(points['run'].nunique(), 'run')} on "

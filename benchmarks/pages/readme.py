@@ -52,7 +52,7 @@ from graph_worth.harness.files.workload import workload_of
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import counted, gib, span
-from graph_worth.harness.standing import ASIDE, BESIDE
+from graph_worth.harness.standing import ASIDE, BESIDE, OUT, SLOWED
 
 BLOCK = re.compile(r"(<!-- table: (.*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BEGIN, END = "<!-- table:", "<!-- end -->"
@@ -125,9 +125,9 @@ def _relative(path: Path, page: Path) -> str:
 
 
 def _launch(results, page, argument):
-    """Return the times that counted hosts need to launch a kernel of an eager step, in a sentence with the rule."""
+    """Return the times in which counted hosts launch a kernel of an eager step, in a sentence with the rule."""
     points = roofline.points(results)
-    eager = points["counts"] & (points["ranks"] == 1) & (points["program"] == points["base"])
+    eager = points["counts"] & ~points["host_slowed"] & (points["ranks"] == 1) & (points["program"] == points["base"])
     times = points["host_us"][eager].dropna()
     if not len(times):
         return NOTHING
@@ -221,11 +221,13 @@ def _left_out(results, page):
     points = _on_gpus(results.points)
     graphs = frame.timed(points)
     graphs = graphs[(graphs["kind"] == "graph") & (graphs["status"] == PASS) & (graphs["busy_processes"] == 0)]
-    beside, aside = ((graphs["standing"] == standing).sum() for standing in (BESIDE, ASIDE))
+    beside, aside, slowed = ((graphs["standing"] == standing).sum() for standing in (BESIDE, ASIDE, SLOWED))
     rule, rows = (_relative(path, page) for path in (ROOT / "docs" / "method.md", results.root / "overview.md"))
     text = (
-        f"**Left out.** Of {counted(len(graphs), 'measurement')} of a graph the headlines leave out {beside + aside}: "
+        f"**Left out.** Of {counted(len(graphs), 'measurement')} of a graph the headlines leave out "
+        f"{beside + aside + slowed}: "
     )
+    text += f"in {slowed} a known fault slowed eager, " if slowed else ""
     text += f"{beside} ran beside other work, and in {aside} eager's time was not steady or the file has a known fault "
     text += f"([the rule]({rule}#quiet-hosts-and-busy-ones)). "
     failed = points[~points["status"].isin([PASS, "unsupported"])]
@@ -318,7 +320,7 @@ def _nvidia(results, page, argument):
         same = [row for row in frame.records(same) if stem(row.preset) in order]
 
         def rank(row: Row, order=order):
-            return not row.gain, order.index(stem(row.preset)), row.ranks, -row.hosts, row.build
+            return not row.gain, row.standing in OUT, order.index(stem(row.preset)), row.ranks, -row.hosts, row.build
 
         if not same:
             continue
@@ -327,7 +329,8 @@ def _nvidia(results, page, argument):
         # The same on other GPUs, where it counts.
         where = _without_gpu(row)
         alike = [again for again in same if _without_gpu(again) == where and again.gpu != row.gpu]
-        texts = [tables.gain_and_hosts(again, headlines.short(again.gpu)) for again in alike if again.standing != ASIDE]
+        counted_alike = [again for again in alike if again.standing not in OUT]
+        texts = [tables.gain_and_hosts(again, headlines.short(again.gpu)) for again in counted_alike]
         differs = f"{counted(row.ranks, 'GPU')}: {publication.presets[stem(row.preset)]}"
         published_gain = f"[{publication.gain_range}]({publication.source})"
         ours = "<br>".join([f"{tables.linked(text, row, page)}, `{row.variant}`", *filter(None, texts)])

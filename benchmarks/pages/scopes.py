@@ -63,7 +63,7 @@ def _of_model(results, page, model):
             gain = tables.gain_range(row) or "base"
             lines.append([f"`{scope.variant}`", scope.captured, run, gain, *map(in_markdown, cells)])
     names = ["Variant", "In the graphs", "Run", "gain", "alone GiB", "issue ms"]
-    return tables.markdown(names, lines)
+    return tables.markdown(names, lines) if lines else "No run has measured them yet."
 
 
 def _rows(results: Results, model: str, variant: str) -> list[Row]:

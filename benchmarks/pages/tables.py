@@ -15,7 +15,7 @@ from graph_worth.harness.best import EAGER
 from graph_worth.harness.judge import ESTIMATED, PASS
 from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import cell, gib, milliseconds, percent, span, times, with_span
-from graph_worth.harness.standing import ASIDE, BESIDE
+from graph_worth.harness.standing import BESIDE, OUT
 from graph_worth.text import printable
 
 SCREEN = 100
@@ -57,7 +57,7 @@ def gain_and_interval(row: Row) -> str:
 
 
 # Words before the gains of a row whose runs do not count.
-_BEFORE = {BESIDE: "beside other work ", ASIDE: "no headline: "}
+_BEFORE = {BESIDE: "beside other work ", **dict.fromkeys(OUT, "no headline: ")}
 
 
 def with_beside(text: str, row: Row, form: str = ".3f") -> str:

@@ -3,15 +3,16 @@
 Pure functions over facts, as in `judge`. docs/method.md has the rule in words.
 """
 
+import math
 import statistics as plain
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graph_worth.harness.intervals import LEAST_CYCLES
-from graph_worth.harness.judge import Judged
+from graph_worth.harness.judge import AGREES, Judged
 
-QUIET, UNKNOWN, BESIDE, ASIDE = "quiet", "unknown", "beside", "aside"
-COUNTED = (QUIET, UNKNOWN)
+QUIET, UNKNOWN, BESIDE, ASIDE, SLOWED = "quiet", "unknown", "beside", "aside", "slowed"
+COUNTED, OUT = (QUIET, UNKNOWN), (ASIDE, SLOWED)
 DISTURBED, NOTE = "disturbed", "note"
 # Reasons for which a correction takes a run out of the headline; a note only says something of it.
 REASONS = (DISTURBED, "unclean", "superseded")
@@ -31,12 +32,15 @@ class Standing:
     """The standing of a build of a run.
 
     Attributes:
-        kind: QUIET; UNKNOWN, which counts and is marked; BESIDE other work; ASIDE, in no range, for `reasons`.
+        kind: QUIET; UNKNOWN, which counts and is marked; BESIDE other work; ASIDE, in no range, for `reasons`;
+            SLOWED, of a base that waits for a host that a known fault slowed.
+        is_host_slowed: the fault slowed the host, whether or not the base waits for it.
         reasons: why it is not quiet, each in a few words.
     """
 
     kind: str
     reasons: tuple[str, ...] = ()
+    is_host_slowed: bool = False
 
     @property
     def is_counted(self) -> bool:
@@ -49,8 +53,17 @@ class Standing:
         return "; ".join(self.reasons)
 
 
-def standing_of(judged: Judged, correction: Correction | None = None) -> Standing:
-    """Return how a build counts. `correction`: what results/corrections.toml says of its run."""
+def standing_of(judged: Judged, correction: Correction | None = None, slowed: str = "") -> Standing:
+    """Return how a build counts.
+
+    correction, slowed: what results/corrections.toml says of its run, and why the host took longer in it; "" of others.
+    """
+    if slowed and judged.base and (judged.ceiling(judged.base) or math.inf) > 1 + AGREES:
+        return Standing(SLOWED, (slowed,), True)
+    return replace(_by_work_and_pace(judged, correction), is_host_slowed=bool(slowed))
+
+
+def _by_work_and_pace(judged: Judged, correction: Correction | None) -> Standing:
     others = [cycle.others for cycle in judged.build.cycles]
     most = max((number or 0 for number in others), default=0)
     is_disturbed = correction is not None and correction.kind == DISTURBED
