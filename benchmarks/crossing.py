@@ -44,8 +44,8 @@ def sentence(over: str, points: Iterable[Point]) -> str:
     more = [point.value for point in ordered if point.value > end.value and point.low > LEAST_GAIN]
     again = f" It gains again at {' and '.join(amount(over, value) for value in more)}." if more else ""
     if end == ordered[0]:
-        return f"Even at {size}, the smallest size that passed, a graph gains less than 5 %{host}.{again}"
-    return f"At {size} and above, a graph gains less than 5 %{host}.{again}"
+        return f"Even at {size}, the smallest size that passed, a gain of 5 % is not certain{host}.{again}"
+    return f"At {size} and above, a gain of 5 % is not certain{host}.{again}"
 
 
 def amount(over: str, value: int) -> str:

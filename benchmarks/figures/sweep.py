@@ -26,7 +26,7 @@ def draw(swept: sweeps.Sweep) -> Page:
     points, curves = swept.timed, swept.curves
     first, ends = points.iloc[0], " ".join(swept.sentences)
     name = headlines.title_of(swept.model, first["preset"], first["swept_label"])
-    note = "Bars: 95 % intervals. Below a mark: the mean kernel of eager in us. Dashed: 1.05x. Hollow: no quiet host."
+    note = "Bars: 95 % intervals. Below a mark: the mean kernel of eager in us. Dashed: 1.05x. Hollow: in no headline."
     title = f"{name}: {ends}"
     if len(curves) > 1:
         title, note = f"{name}: gain of a graph by {swept.over}", f"{note} {ends}"

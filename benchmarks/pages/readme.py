@@ -228,7 +228,7 @@ def _left_out(results, page):
         f"{beside + aside + slowed}: "
     )
     text += f"in {slowed} a known fault slowed eager, " if slowed else ""
-    text += f"{beside} ran beside other work, and in {aside} eager's time was not steady or the file has a known fault "
+    text += f"{beside} ran beside other work, and in {aside} eager's time was not steady or the file has another fault "
     text += f"([the rule]({rule}#quiet-hosts-and-busy-ones)). "
     failed = points[~points["status"].isin([PASS, "unsupported"])]
     if not len(failed):

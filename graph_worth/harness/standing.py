@@ -3,7 +3,6 @@
 Pure functions over facts, as in `judge`. docs/method.md has the rule in words.
 """
 
-import math
 import statistics as plain
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -58,7 +57,8 @@ def standing_of(judged: Judged, correction: Correction | None = None, slowed: st
 
     correction, slowed: what results/corrections.toml says of its run, and why the host took longer in it; "" of others.
     """
-    if slowed and judged.base and (judged.ceiling(judged.base) or math.inf) > 1 + AGREES:
+    base_ms, working_ms = judged.ms(judged.base), judged.working(judged.base).value
+    if slowed and base_ms and (not working_ms or base_ms > (1 + AGREES) * working_ms):
         return Standing(SLOWED, (slowed,), True)
     return replace(_by_work_and_pace(judged, correction), is_host_slowed=bool(slowed))
 

@@ -227,7 +227,7 @@ def test_a_sweep_is_a_curve_and_an_earlier_one_goes(tmp_path):
     assert marks(page, "least")[0].get_ydata()[0] == crossing.LEAST_GAIN
     note = " ".join(words(page))
     assert all(text in note for text in swept.sentences)
-    assert "At 512 tokens (67 us a kernel) and above, a graph gains less than 5 %" in swept.sentences[0]
+    assert "At 512 tokens (67 us a kernel) and above, a gain of 5 % is not certain" in swept.sentences[0]
 
 
 def test_a_quantity_cannot_lead_a_figure_out_of_its_folder(tmp_path):

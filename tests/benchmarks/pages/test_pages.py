@@ -437,7 +437,7 @@ def test_a_sweep_has_a_table_a_figure_and_the_size_at_which_its_gain_ends(tmp_pa
     put_sweep(tmp_path, oom=(1024,))
     heading, sentence, figure, _, _, *lines = re.split("\n+", table("sweeps", tmp_path, "llama2_lora"))
     assert heading == "### By sequence: `graph_layer`, slice, H200"
-    end = "At 512 tokens (67 us a kernel) and above, a graph gains less than 5 % on a host of"
+    end = "At 512 tokens (67 us a kernel) and above, a gain of 5 % is not certain on a host of"
     assert sentence == f"{end} 50 us a kernel."
     assert figure.endswith("(figures/sweep-h200-llama2_lora-slice-over-sequence-graph_layer.svg)")
     cells = [line.strip("| ").split(" | ") for line in lines]
@@ -451,8 +451,8 @@ def test_a_sweep_of_several_hosts_says_for_each_where_its_gain_ends(tmp_path):
     put_sweep(tmp_path)
     put_sweep(tmp_path, host_ms=60.0, boot="c", number=1)
     text = table("sweeps", tmp_path, "llama2_lora")
-    assert "- Host b: At 512 tokens (67 us a kernel) and above, a graph gains less than 5 % on a" in text
-    assert "- Host c: At 1,024 tokens (133 us a kernel) and above, a graph gains less than 5 % on a" in text
+    assert "- Host b: At 512 tokens (67 us a kernel) and above, a gain of 5 % is not certain on a" in text
+    assert "- Host c: At 1,024 tokens (133 us a kernel) and above, a gain of 5 % is not certain on a" in text
     assert text.count("| b |") == text.count("| c |") == 4
 
 
