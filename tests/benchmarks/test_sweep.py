@@ -396,7 +396,7 @@ def test_a_variant_that_stands_apart_is_swept_with_eager_alone(go):
 @pytest.mark.parametrize(
     ("lows", "end", "text"),
     [
-        ([5.0, 1.06, 1.05, 0.9], 3, "At 3 tokens (30 us a kernel) and above, a gain of 5 % is not certain on a host of"),
+        ([5.0, 1.06, 1.05, 0.9], 3, "At 3 tokens (30 us a kernel) and above, a gain of 5 % is not certain on a host"),
         (
             [5.0, 1.06, 1.051],
             None,
