@@ -133,7 +133,7 @@ def _pace(report) -> list[str]:
     most = f", and {ceiling:.2f}x (step / busy) at most" if ceiling > expected else ""
     lines.append(f"{host}expect up to {expected:.2f}x from a graph of the whole step{most}")
     if "CUBLAS_WORKSPACE_CONFIG" in os.environ:
-        lines.append("  CUBLAS_WORKSPACE_CONFIG is set: torch 2.11 parses it at each matrix product, for some 40 us")
+        lines.append("  CUBLAS_WORKSPACE_CONFIG is set: torch 2.11 parses it at each matrix product, for 40 to 80 us")
     return [*lines, f"  {roofline.ERROR}", f"  for it: {CALLS[report.get('loop', '')]}"]
 
 
