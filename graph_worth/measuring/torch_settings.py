@@ -24,8 +24,8 @@ def prepare(device: torch.device) -> None:
         torch.cuda.set_device(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))
         if os.environ.get(WORKSPACE) == DETERMINISTIC:
-            # torch 2.11 parses it again at each later product, which took an H200's host 65 to 81 us, and eager steps would pay
-            # it. A workspace has 32 MiB on a Hopper GPU with and without it.
+            # torch 2.11 parses it again at each later product, which took an H200's host 65 to 81 us, and eager steps
+            # would pay it. A workspace has 32 MiB on a Hopper GPU with and without it.
             torch.mm(*torch.ones(2, 16, 16, device=device))
             del os.environ[WORKSPACE]
 
