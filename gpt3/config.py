@@ -32,7 +32,9 @@ class Config(Parallel, Timing):
         PRECISIONS,
     )
     layer: str = option(
-        "auto", "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs", ("auto", "te", "torch")
+        "auto",
+        "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs; megatron: Megatron-Core's model and Adam",
+        ("auto", "te", "torch", "megatron"),
     )
     amax_history: int = option(1024, "steps in the amax history of delayed scaling")
     lr: float = option(2e-5, "learning rate of Adam")
@@ -49,8 +51,10 @@ class Config(Parallel, Timing):
         require_folder_of_its_own("--data", self.data)
         if self.precision == "fp8" and any(size % 16 for size in (self.hidden, self.ffn, self.heads * self.head_dim)):
             raise ValueError("--precision fp8 needs --hidden, --ffn and --heads x --head-dim divisible by 16")
-        if (self.precision, self.layer) == ("fp32", "te"):
+        if self.precision == "fp32" and self.layer in ("te", "megatron"):
             raise ValueError("--precision fp32 needs --layer torch")
+        if self.layer == "megatron" and (self.staged or self.tp > 1 or self.zero1):
+            raise ValueError("--layer megatron runs on one GPU, without --tp, --pp, --chunks, --pp-rank and --zero1")
         if self.cp != 1:
             raise ValueError(f"--cp {self.cp}: takes 1, this model does not split a sequence's attention")
         require_divisible("--layers", self.layers, "--pp x --chunks", self.pp * self.chunks)
@@ -70,6 +74,11 @@ class Config(Parallel, Timing):
     def staged(self) -> bool:
         """Return whether gpt3/pipeline/stage.py makes the step: several stages or chunks, or one stage alone."""
         return self.pp > 1 or self.chunks > 1 or self.alone
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the step of gpt3/train.py runs: not that of a stage, nor Megatron-Core's."""
+        return not self.staged and self.layer != "megatron"
 
     @property
     def stage_layers(self) -> int:
@@ -131,8 +140,8 @@ SWEEPS = {"batch": ["microbatch"], "sequence": ["sequence"], "width": ["heads", 
 TORCH_BF16 = {"layer": "torch", "precision": "bf16"}
 
 FACTS = {
-    "files": ["other_variants", "pipeline.stage", "pipeline.stage_graphs"],
-    "builds": {"torch_bf16": TORCH_BF16},
+    "files": ["other_variants", "pipeline.stage", "pipeline.stage_graphs", "megatron"],
+    "builds": {"torch_bf16": TORCH_BF16, "megatron": {"layer": "megatron"}},
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
     "sweeps": SWEEPS,

@@ -92,7 +92,7 @@ def _exchange_flag(flag):
     parity="bitwise",
     headline=True,
     formerly="graph_te",
-    when=lambda c: not c.staged,
+    when=lambda c: c.is_plain,
 )
 class AsSubmitted(ByTransformerEngine):
     """A slot for every microbatch, 2 x layers x microbatches graphs, and nothing is copied that need not be.
@@ -188,7 +188,7 @@ def require(state: State):
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
     apart="compiled",
-    when=lambda c: not c.staged,
+    when=lambda c: c.is_plain,
 )
 def compiled(state: State, capture, mode="default"):
     require_compiler(state.device)
@@ -204,7 +204,7 @@ def compiled(state: State, capture, mode="default"):
     builds=("torch_bf16",),
     apart="compiled",
     formerly="graph_layer_compile",
-    when=lambda c: not c.staged,
+    when=lambda c: c.is_plain,
 )
 def compiled_graphed(state: State, capture):
     strategy = "each layer's forward and backward, by torch.compile"
@@ -219,7 +219,7 @@ def compiled_graphed(state: State, capture):
     parity=1e-3,  # compiled kernels round otherwise
     builds=("torch_bf16",),
     apart="reduce_overhead",
-    when=lambda c: not c.staged,
+    when=lambda c: c.is_plain,
 )
 def reduce_overhead(state: State, capture):
     return compiled(state, capture, "reduce-overhead")
@@ -233,7 +233,7 @@ def reduce_overhead(state: State, capture):
     parity="bitwise",
     builds=("torch_bf16",),
     apart="parameterized",
-    when=lambda c: not c.staged,
+    when=lambda c: c.is_plain,
 )
 def parameterized(state: State, capture):
     parameters = [list(layer.parameters()) for layer in state.layers]

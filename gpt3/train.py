@@ -102,7 +102,7 @@ from graph_worth import Capture, Pool, mark, section, session
     parity="bitwise",
     headline=True,
     builds=("", "torch_bf16"),
-    when=lambda c: not c.staged,
+    when=lambda c: c.is_plain,
 )
 def eager_step(state: State, index: int):
     """Train on batch `index`. Nothing in it waits for the GPU.
@@ -151,7 +151,7 @@ class Microbatch(NamedTuple):
     parity="bitwise",
     headline=True,
     formerly="graph",
-    when=lambda c: not c.staged,
+    when=lambda c: c.is_plain,
 )
 class GraphedLayers:
     """A forward and a backward graph for each layer in each microbatch, all in one pool.
@@ -271,7 +271,7 @@ def input_gradient(x, output, grad):
     graphs=lambda c: c.layer_passes + 1,
     parity="bitwise",
     formerly="graph_opt",
-    when=lambda c: not c.staged,
+    when=lambda c: c.is_plain,
 )
 class GraphedLayersOptimizer(GraphedLayers):
     """Adam's count of steps, the gradient norm and the learning rate are on the GPU, where a replay reads them. The
@@ -297,7 +297,12 @@ class GraphedLayersOptimizer(GraphedLayers):
 def build(config: Config, device: torch.device, ranks) -> Training:
     data_ranks = config.ranks(ranks.world_size).dp
     config, notes = resolve(config, device, data_ranks)  # the kind of layer that runs here, as many layers as fit
-    state = State(config, device, ranks.rank, ranks.world_size)
+    if config.layer == "megatron":
+        from gpt3.megatron import megatron_state
+
+        state = megatron_state(config, device, ranks.world_size)
+    else:
+        state = State(config, device, ranks.rank, ranks.world_size)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Training(
         state=state,
@@ -306,7 +311,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         grad_norms=state.read_grad_norms,
         named_state=state.named_state,
         reset=state.reset,
-        items=config.sequence * config.microbatch * config.microbatches // (state.ranks.tp * state.ranks.pp),
+        items=config.sequence * config.microbatch * config.microbatches // (config.tp * config.pp),
         unit="tokens",
         flops=step_flops(config),
         flops_convention=CAUSAL_HALF,

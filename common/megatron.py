@@ -1,0 +1,360 @@
+"""A GPT slice of Megatron-Core, trained by its schedule, DDP and optimizer, and the three captures that it ships.
+
+Read in version 0.19.2. Megatron makes its captures ready when a model is built, from `cuda_graph_impl`. Here they share
+one model, which is built without them: each variant sets the option and the layers' attributes between `enter` and
+`leave` alone, so that the weights, gradients and kernels of all variants are the same.
+"""
+
+import contextlib
+import functools
+import importlib.metadata
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import torch
+
+from common.history import History
+from common.precision.fp8 import NoScaling
+from common.precision.transformer_engine import TransformerEngineScaling, te_fault, transformer_engine
+from graph_worth import StaticInputs, Unsupported, mark, section
+
+VERSION = "0.19.2"
+INSTALL = f'pip install --no-deps "megatron-core=={VERSION}"'
+
+
+def fault_of(precision: str) -> str | None:
+    """Return the reason why Megatron-Core cannot run here, with the line that installs it, or None."""
+    try:
+        installed = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    if sys.version_info < (3, 12):
+        return f"megatron-core {VERSION} needs Python 3.12, this is {sys.version.split()[0]}: {INSTALL}"
+    if installed != VERSION:
+        return f"megatron-core {VERSION} is needed, {installed or 'none'} is installed: {INSTALL}"
+    if not torch.cuda.is_available():
+        return "Megatron-Core's layers need a GPU"
+    return te_fault(fp8=precision == "fp8")
+
+
+def imported():
+    """Import megatron.core; `fault_of` must be None, or nothing but layers of its local spec is used.
+
+    The fused weight gradient of the head comes from apex in Megatron's images. Where apex is missing, cuBLAS does the
+    same in one GEMM, as in our models. Transformer Engine's layers accumulate themselves.
+    """
+    name = "fused_weight_gradient_mlp_cuda"
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        module = types.ModuleType(name)
+        module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = _accumulate  # type: ignore[attr-defined]
+        sys.modules[name] = module
+    import megatron.core
+
+    return megatron.core
+
+
+def _accumulate(x, grad, total):
+    torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+
+
+def start(device: torch.device, microbatches: int) -> None:
+    """Make Megatron's process groups of one rank, its random states and its count of microbatches, once a process."""
+    imported()
+    from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
+
+    on_gpu = device.type == "cuda"
+    if not torch.distributed.is_initialized():
+        store = Path(tempfile.mkdtemp()) / "store"
+        backend = "nccl" if on_gpu else "gloo"
+        torch.distributed.init_process_group(backend, init_method=f"file://{store}", world_size=1, rank=0)
+        torch.distributed.barrier()  # Communicators are made now, not in a capture.
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=False)
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    num_microbatches_calculator.init_num_microbatches_calculator(0, None, microbatches, 1, 1, False)
+    if on_gpu:
+        tensor_parallel.model_parallel_cuda_manual_seed(1234, te_rng_tracker=True)
+
+
+class MegatronState(History):
+    """GPTModel of Transformer Engine's layers in DDP, Megatron's Adam, and our batches.
+
+    options: fields of TransformerConfig. model: of GPTModel. adam: of OptimizerConfig. initialise(named parameters):
+    sets Megatron's parameters in place. inputs: tokens and targets of a step, [m, s, b].
+    """
+
+    def __init__(self, config, device: torch.device, options: dict, model: dict, adam: dict, initialise):  # noqa: PLR0913
+        start(device, config.microbatches)
+        transformer_engine()
+        from megatron.core import distributed, full_cuda_graph, optimizer, pipeline_parallel
+        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+        from megatron.core.transformer.cuda_graphs import annotate_first_last_layer
+        from megatron.core.transformer.module import Float16Module
+
+        # Captures and the nodes that accumulate gradients then share the stream of all variants.
+        full_cuda_graph._shared_capture_stream = torch.cuda.current_stream()
+        self.config, self.device, self._options, self._initialise = config, device, options, initialise
+        self.megatron = megatron = self.configured("none")
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        module = GPTModel(megatron, spec, parallel_output=True, **model).to(device)
+        annotate_first_last_layer(module.decoder.layers)
+        self.model, self.layers = module, module.decoder.layers
+        ddp = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=False)
+        self.ddp = distributed.DistributedDataParallel(megatron, ddp, Float16Module(megatron, module))
+        self.ddp.train()
+        megatron.no_sync_func = self.ddp.no_sync
+        asked = optimizer.OptimizerConfig(optimizer="adam", bf16=True, params_dtype=torch.bfloat16, **adam)
+        self.optimizer = optimizer.get_megatron_optimizer(asked, [self.ddp], use_gloo_process_groups=False)
+        self.adams = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        for adam_of in self.adams:
+            adam_of.init_state_fn(adam_of.optimizer)
+        self.schedule = pipeline_parallel.get_forward_backward_func()
+        history = options.get("fp8_amax_history_len", 0)
+        self.fp8 = TransformerEngineScaling(self.layers, history) if options.get("fp8") else NoScaling()
+        super().__init__(device)
+        shape = (config.microbatches, config.sequence, config.microbatch)
+        self.inputs = StaticInputs(
+            {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("tokens", "targets")}
+        )
+        positions = torch.arange(config.sequence, device=device).expand(config.microbatch, -1)
+        self._microbatches = [
+            {"tokens": tokens.t(), "targets": targets.t(), "positions": positions}
+            for tokens, targets in zip(self.inputs["tokens"], self.inputs["targets"], strict=True)
+        ]
+        self.reset()
+
+    def configured(self, impl: str):
+        """Return Megatron's configuration with its option `cuda_graph_impl`; Unsupported in its words where refused."""
+        from megatron.core.transformer import TransformerConfig
+
+        try:
+            return TransformerConfig(cuda_graph_impl=impl, **self._options)
+        except (AssertionError, ValueError) as error:
+            raise Unsupported(f"Megatron-Core refuses: {' '.join(str(error).split())}") from error
+
+    def forward_backward(self, schedule=None) -> torch.Tensor:
+        """Run Megatron's schedule over the step's microbatches and return the mean loss."""
+        self.ddp.zero_grad_buffer()
+        results = (schedule or self.schedule)(
+            forward_step_func=forward_step,
+            data_iterator=iter(self._microbatches),
+            model=[self.ddp],
+            num_microbatches=self.config.microbatches,
+            seq_length=self.config.sequence,
+            micro_batch_size=self.config.microbatch,
+            decoder_seq_length=self.config.sequence,
+            forward_only=False,
+        )
+        return torch.stack([result["loss"] for result in results]).mean()
+
+    def step(self, index: int, schedule=None) -> None:
+        """Train on batch `index`."""
+        with section("data"):
+            self.inputs.load(self.batches[index % len(self.batches)])
+        with section("forward and backward"):
+            loss = self.forward_backward(schedule)
+        mark()
+        with section("optimizer"):
+            _, norm, _ = self.optimizer.step()
+        slot = self.slot(index)
+        self.losses[slot].copy_(loss)
+        self.grad_norms[slot].copy_(torch.as_tensor(norm).squeeze())
+
+    def reset(self) -> None:
+        """Set all that a step reads or writes back to the seeded start, in place."""
+        self._initialise(self.model.named_parameters())
+        self.ddp.zero_grad_buffer()
+        self.optimizer.reload_model_params()
+        for adam in self.adams:
+            for group in adam.optimizer.param_groups:
+                group.pop("step", None)
+            for moments in adam.optimizer.state.values():
+                torch._foreach_zero_([tensor for tensor in moments.values() if torch.is_tensor(tensor)])
+        self.fp8.reset()
+        self.losses.zero_()
+        self.grad_norms.zero_()
+
+    def named_state(self):
+        """Yield (name, tensor) of parameters, of the optimizer's masters and moments, and of the FP8 scales."""
+        yield from self.model.named_parameters()
+        for number, adam in enumerate(self.adams):
+            for index, (master, moments) in enumerate(adam.optimizer.state.items()):
+                tensors = {"master": master} | moments
+                yield from (
+                    (f"optimizer.{number}.{index}.{name}", tensor)
+                    for name, tensor in tensors.items()
+                    if torch.is_tensor(tensor)
+                )
+        yield from self.fp8.named_state()
+
+
+def forward_step(data_iterator, model):
+    """Return the logits of the next microbatch and the function that makes its loss, as Megatron's schedules ask."""
+    batch = next(data_iterator)
+
+    def mean_loss(logits):
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["targets"].flatten())
+        return loss, {"loss": loss.detach().clone()}
+
+    return model(batch["tokens"], batch["positions"], None), mean_loss
+
+
+# ------------------------------------------------------------------------------------------------
+# Megatron's captures
+
+
+class MegatronCapture:
+    """A capture of one `cuda_graph_impl`: `make` captures, and `enter` and `leave` put it into the model and out."""
+
+    impl = ""
+
+    def __init__(self, state: MegatronState, capture, warm_up):
+        from megatron.core.transformer import cuda_graphs
+
+        self.state, self.pool, self.schedule, self.graphs = state, capture.pool(), state.schedule, cuda_graphs
+        self.flag = None
+        asked, capture.strategy = vars(state.configured(self.impl)), f"Megatron-Core, cuda_graph_impl={self.impl}"
+        self._fields = {name: value for name, value in asked.items() if "cuda_graph" in name}
+        capture.warm_up(warm_up)
+        stream = torch.cuda.current_stream()
+        self.enter()
+        try:
+            with capture.capturing(), self.pool.adopt():
+                self.make()
+        except (AssertionError, AttributeError) as error:
+            raise ValueError(f"Megatron-Core {self.impl}: {' '.join(str(error).split())}") from error
+        finally:
+            # Megatron's local captures leave the default stream, on which nothing can be captured.
+            torch.cuda.set_stream(stream)
+            self.leave()
+
+    def make(self) -> None:
+        """Capture."""
+        raise NotImplementedError
+
+    def step(self, index: int) -> None:
+        """Train on batch `index`."""
+        self.state.step(index, self.schedule)
+
+    def enter(self) -> None:
+        """Put Megatron's option in, and the flag on the device by which captured layers cast FP8 weights."""
+        self._plain = {name: getattr(self.state.megatron, name) for name in self._fields}
+        vars(self.state.megatron).update(self._fields)
+        self._exchange_flag()
+
+    def leave(self) -> None:
+        """Take both out: eager layers and other captures have their own."""
+        vars(self.state.megatron).update(self._plain)
+        self._exchange_flag()
+
+    def _exchange_flag(self):
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        kept = FP8GlobalStateManager.quantization_state
+        self.flag, kept.skip_fp8_weight_update_tensor = kept.skip_fp8_weight_update_tensor, self.flag
+
+
+class Local(MegatronCapture):
+    """`CudaGraphManager`: a forward and a backward graph for each layer, which the microbatches share."""
+
+    impl = "local"
+    managers: tuple = ()
+
+    def make(self):
+        for layer in self.state.layers:
+            layer.create_mcore_cudagraph_manager(self.state.megatron)
+        self.managers = tuple(layer.cudagraph_manager for layer in self.state.layers)
+        self._forget_modules()
+        # A step records the layers' order in eager mode, and the schedule then captures.
+        try:
+            self.state.forward_backward()
+        except BaseException:
+            self.graphs.delete_cuda_graphs()
+            raise
+
+    def enter(self):
+        super().enter()
+        for layer, manager in zip(self.state.layers, self.managers, strict=False):
+            layer.cudagraph_manager = manager
+        self._forget_modules()
+
+    def leave(self):
+        self._forget_modules()
+        for layer in self.state.layers:
+            if hasattr(layer, "cudagraph_manager"):
+                del layer.cudagraph_manager
+        super().leave()
+
+    def _forget_modules(self):
+        """Drop Megatron's list of the modules to which it tells the first microbatch: it was made once and for all.
+
+        A manager that is not in it would never let its layer cast the weights to FP8 again.
+        """
+        vars(self.state.ddp).pop("modules_with_is_first_microbatch", None)
+
+    def close(self):
+        self.managers = ()
+        self.graphs.delete_cuda_graphs()
+
+
+class TransformerEngineHelper(MegatronCapture):
+    """`TECudaGraphHelper`: make_graphed_callables of Transformer Engine for each layer, without clones of gradients."""
+
+    impl = "transformer_engine"
+    _of_layers: tuple = ()
+
+    def make(self):
+        state, config = self.state, self.state.config
+        with _replaced(self.graphs, "make_graphed_callables", clone_param_grads_on_return=False):
+            helper = self.graphs.TECudaGraphHelper([state.ddp], state.megatron, config.sequence, config.microbatch, [])
+            helper.create_cudagraphs()
+        self._of_layers = tuple(layer.cuda_graphs for layer in state.layers)
+
+    def enter(self):
+        super().enter()
+        for index, layer in enumerate(self.state.layers):
+            layer.cuda_graphs = self._of_layers[index] if self._of_layers else []
+            layer.cuda_graph_manual_hooks = []
+
+    def leave(self):
+        for layer in self.state.layers:
+            layer.cuda_graphs = []
+        super().leave()
+
+    def close(self):
+        for graphs in self._of_layers:
+            for graph in graphs:
+                graph.reset()
+
+
+class FullIteration(MegatronCapture):
+    """`FullCudaGraphWrapper`: forward and backward of all microbatches in one graph; the optimizer stays eager."""
+
+    impl = "full_iteration"
+
+    def make(self):
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+        self.schedule = FullCudaGraphWrapper(self.state.schedule, cuda_graph_warmup_steps=0, use_single_mempool=True)
+        self.state.forward_backward(self.schedule)
+
+    def close(self):
+        from megatron.core.full_cuda_graph import StaticBufferLoader
+
+        self.schedule.reset_cuda_graph("training")
+        StaticBufferLoader.static_buffers["training"].clear()
+
+
+@contextlib.contextmanager
+def _replaced(module, name, **options):
+    """Within it, a function of the module gets more options."""
+    original = getattr(module, name)
+    setattr(module, name, functools.partial(original, **options))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

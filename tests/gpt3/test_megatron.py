@@ -1,0 +1,184 @@
+"""Megatron-Core's builds of gpt3: refusals, the order of q, k and v, and on a GPU its captures beside its eager step."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import megatron
+from gpt3.config import PRESETS, Config
+from gpt3.megatron import model_options, options, our_name
+from gpt3.state import State
+from graph_worth import Unsupported
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = replace(PRESETS["tiny"], layer="megatron")
+needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="no megatron-core")
+
+
+@pytest.mark.parametrize(
+    "version, installed, pattern",
+    [
+        ((3, 11, 9), "0.19.2", r"0\.19\.2 needs Python 3\.12, this is .*: pip install .*megatron-core==0\.19\.2"),
+        ((3, 12, 3), None, r"none is installed: pip install .*megatron-core==0\.19\.2"),
+        ((3, 12, 3), "0.18.0", r"0\.18\.0 is installed: pip install .*megatron-core==0\.19\.2"),
+    ],
+)
+def test_another_version_or_python_is_refused_with_the_line_that_installs_it(monkeypatch, version, installed, pattern):
+    def version_of(name):
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    monkeypatch.setattr(sys, "version_info", version)
+    fault = megatron.fault_of("fp8")
+    assert re.search(pattern, fault) and "\n" not in fault
+
+
+def test_without_transformer_engine_or_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: megatron.VERSION)
+    monkeypatch.setattr(sys, "version_info", (3, 12, 3))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "need a GPU" in megatron.fault_of("fp8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(megatron, "te_fault", lambda fp8: "Transformer Engine is not usable: make te")
+    assert "make te" in megatron.fault_of("fp8")
+
+
+@pytest.mark.parametrize("field", [{"tp": 2}, {"chunks": 2}, {"zero1": True}, {"precision": "fp32"}])
+def test_what_megatrons_build_does_not_have_is_refused(field):
+    with pytest.raises(ValueError, match="--layer"):
+        replace(TINY, **field)
+
+
+def test_by_hand_a_refusal_is_one_line():
+    command = [sys.executable, "-m", "gpt3.train", "--preset", "tiny", "--layer", "megatron"]
+    answer = subprocess.run(
+        [*command, "--variant", "megatron_full"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    if torch.cuda.is_available() and importlib.util.find_spec("megatron"):
+        pytest.skip("it runs here")
+    assert answer.returncode == 2 and answer.stderr.count("\n") == 1 and "--layer megatron: " in answer.stderr
+
+
+def test_names_are_those_of_the_te_build():
+    """Of parameters with random numbers: the others start at zero."""
+    layer = "decoder.layers.11."
+    assert {our_name(layer + name) for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc2.weight")} == {
+        "layers.11.self_attention.layernorm_qkv.weight",
+        "layers.11.layernorm_mlp.fc2_weight",
+    }
+    assert our_name("embedding.word_embeddings.weight") == "embedding.tokens"
+
+
+@needs_megatron
+def test_equal_parameters_give_equal_losses_and_gradients_on_the_cpu():
+    """By Megatron's plain layers in FP32: q, k and v are interleaved alike, and so are loss and embedding."""
+    config = Config(layers=2, hidden=64, heads=4, head_dim=16, ffn=96, vocab=100, sequence=12, precision="fp32")
+    config = replace(config, microbatch=2, microbatches=1, layer="torch", batches=1)
+    ours = State(config, torch.device("cpu"))
+    model = plain_model(config)
+    state = dict(ours.named_parameters())
+    with torch.no_grad():
+        for name, parameter in state.items():
+            # Biases and norms, too, which start at zero.
+            parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
+        pairs = {name: state[plain_name(name)] for name, _ in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            zero_centred = "layernorm" in name and name.endswith("weight")
+            parameter.copy_(pairs[name].view_as(parameter) + zero_centred)
+    assert len({id(parameter) for parameter in pairs.values()}) == len(state)
+    ours.begin_step(0, accumulate_all=True)
+    hidden = ours.embedding(ours.inputs["tokens"][0])
+    for layer in ours.layers:
+        hidden = layer(hidden, is_first_microbatch=True)
+    loss = ours.microbatch_loss(hidden, 0)
+    loss.backward()
+    tokens, targets = (ours.inputs[name][0].t() for name in ("tokens", "targets"))
+    logits = model(tokens, torch.arange(12).expand(2, -1), None)
+    theirs = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    theirs.backward()
+    assert theirs.item() == pytest.approx(loss.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, pairs[name].main_grad.view_as(parameter), rtol=1e-4, atol=1e-6)
+
+
+def plain_model(config):
+    megatron.start(torch.device("cpu"), config.microbatches)
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer import TransformerConfig
+
+    fields = {name: value for name, value in options(config).items() if "dtype" not in name and "fusion" not in name}
+    fields |= {"bf16": False, "use_te_rng_tracker": False, "layernorm_zero_centered_gamma": False}
+    fields |= {"use_cpu_initialization": True, "masked_softmax_fusion": False, "bias_dropout_fusion": False}
+    # tanh's approximation, as Megatron's fused bias and GELU and as Transformer Engine's.
+    fields["activation_func"] = lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    spec = gpt_layer_specs.get_gpt_layer_local_spec()
+    return GPTModel(TransformerConfig(**fields), spec, parallel_output=True, **model_options(config))
+
+
+def plain_name(name):
+    """The name in our plain build of a parameter of Megatron's plain layers."""
+    words = {
+        "self_attention.linear_qkv": "qkv",
+        "self_attention.linear_proj": "proj",
+        "mlp.linear_fc": "fc",
+        "input_layernorm": "norm_1",
+        "pre_mlp_layernorm": "norm_2",
+        "decoder.final_layernorm": "embedding.final_norm",
+    }
+    for theirs, mine in words.items():
+        name = name.replace(theirs, mine)
+    return our_name(name)
+
+
+@needs_megatron
+def test_megatrons_refusal_becomes_the_message(monkeypatch):
+    state = object.__new__(megatron.MegatronState)
+    state._options = options(replace(TINY, precision="bf16")) | {"recompute_granularity": "full"}
+    state._options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    with pytest.raises(Unsupported, match="Megatron-Core refuses: full recompute is only supported with full iter"):
+        state.configured("local")
+    assert state.configured("full_iteration").cuda_graph_impl == "full_iteration"
+
+
+@pytest.mark.gpu
+@needs_megatron
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+@pytest.mark.parametrize("name", ["megatron_local", "megatron_te", "megatron_full"])
+def test_on_a_gpu_a_capture_trains_as_megatrons_eager(tmp_path, name, precision):
+    if fault := megatron.fault_of(precision):
+        pytest.skip(fault)
+    eager, graphs = (record(tmp_path, variant, "megatron", precision) for variant in ("megatron_eager", name))
+    if name == "megatron_local":
+        assert graphs["losses"] == pytest.approx(eager["losses"], rel=1e-2)
+    else:
+        assert len(set(eager["state_hashes"])) == 20 and graphs["state_hashes"] == eager["state_hashes"]
+
+
+@pytest.mark.gpu
+@needs_megatron
+def test_on_a_gpu_the_first_loss_is_ours(tmp_path):
+    if fault := megatron.fault_of("fp8"):
+        pytest.skip(fault)
+    ours, theirs = record(tmp_path, "eager", "te", "fp8"), record(tmp_path, "megatron_eager", "megatron", "fp8")
+    assert theirs["losses"][0] == pytest.approx(ours["losses"][0], rel=1e-3)
+
+
+def record(folder, variant, layer, precision):
+    path = folder / f"{variant}.json"
+    flags = ("--preset", "tiny", "--layer", layer, "--precision", precision, "--parity", "--record", str(path))
+    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    command = [sys.executable, "-m", "gpt3.train", "--variant", variant, *flags]
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-2000:]
+    return json.loads(path.read_text())
