@@ -91,9 +91,7 @@ def megatron_state(config, device, world_size: int):
         raise ValueError("--layer megatron runs on one GPU: --ngpu 1")
     betas, adam = ADAM["betas"], {"lr": config.lr, "adam_eps": ADAM["eps"], "clip_grad": ADAM["clip"]}
     adam |= {"adam_beta1": betas[0], "adam_beta2": betas[1], "weight_decay": ADAM["weight_decay"]}
-    state = megatron.MegatronState(
-        config, device, options(config), model_options(config), adam, initialise_as_ours
-    )
+    state = megatron.MegatronState(config, device, options(config), model_options(config), adam, initialise_as_ours)
     state.batches = training_batches(config, device, 0)
     return state
 

@@ -1,5 +1,6 @@
 """Megatron-Core's builds of gpt3: refusals, the order of q, k and v, and on a GPU its captures beside its eager step."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -81,12 +82,12 @@ def test_names_are_those_of_the_te_build():
 
 
 @needs_megatron
-def test_equal_parameters_give_equal_losses_and_gradients_on_the_cpu():
+def test_equal_parameters_give_equal_losses_and_gradients_on_the_cpu(monkeypatch):
     """By Megatron's plain layers in FP32: q, k and v are interleaved alike, and so are loss and embedding."""
     config = Config(layers=2, hidden=64, heads=4, head_dim=16, ffn=96, vocab=100, sequence=12, precision="fp32")
     config = replace(config, microbatch=2, microbatches=1, layer="torch", batches=1)
     ours = State(config, torch.device("cpu"))
-    model = plain_model(config)
+    model = plain_model(config, monkeypatch)
     state = dict(ours.named_parameters())
     with torch.no_grad():
         for name, parameter in state.items():
@@ -104,7 +105,8 @@ def test_equal_parameters_give_equal_losses_and_gradients_on_the_cpu():
     loss = ours.microbatch_loss(hidden, 0)
     loss.backward()
     tokens, targets = (ours.inputs[name][0].t() for name in ("tokens", "targets"))
-    logits = model(tokens, torch.arange(12).expand(2, -1), None)
+    hidden_tokens = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
+    logits = model(tokens, torch.arange(12).expand(2, -1), hidden_tokens)
     theirs = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     theirs.backward()
     assert theirs.item() == pytest.approx(loss.item(), rel=1e-6)
@@ -112,11 +114,17 @@ def test_equal_parameters_give_equal_losses_and_gradients_on_the_cpu():
         torch.testing.assert_close(parameter.grad, pairs[name].main_grad.view_as(parameter), rtol=1e-4, atol=1e-6)
 
 
-def plain_model(config):
+def plain_model(config, monkeypatch):
     megatron.start(torch.device("cpu"), config.microbatches)
+    from megatron.core import utils
+    from megatron.core.tensor_parallel import random
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
 
+    # On a GPU alone: scratch memory, and random states of its own for a dropout, of which there is none.
+    empty = staticmethod(lambda shape, dtype, *rest, **more: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(utils.GlobalMemoryBuffer, "get_tensor", empty)
+    monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
     fields = {name: value for name, value in options(config).items() if "dtype" not in name and "fusion" not in name}
     fields |= {"bf16": False, "use_te_rng_tracker": False, "layernorm_zero_centered_gamma": False}
     fields |= {"use_cpu_initialization": True, "masked_softmax_fusion": False, "bias_dropout_fusion": False}
