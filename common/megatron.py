@@ -84,10 +84,12 @@ class MegatronState(History):
     """GPTModel of Transformer Engine's layers in DDP, Megatron's Adam, and our batches.
 
     options: fields of TransformerConfig. model: of GPTModel. adam: of OptimizerConfig. initialise(named parameters):
-    sets Megatron's parameters in place. inputs: tokens and targets of a step, [m, s, b].
+    sets Megatron's parameters in place. inputs: tokens and targets of a step, [m, s, b]. batches: set by the model.
     """
 
-    def __init__(self, config, device: torch.device, options: dict, model: dict, adam: dict, initialise):  # noqa: PLR0913
+    batches: list
+
+    def __init__(self, config, device: torch.device, options: dict, model: dict, adam: dict, initialise):
         start(device, config.microbatches)
         transformer_engine()
         from megatron.core import distributed, full_cuda_graph, optimizer, pipeline_parallel
@@ -107,8 +109,8 @@ class MegatronState(History):
         self.ddp = distributed.DistributedDataParallel(megatron, ddp, Float16Module(megatron, module))
         self.ddp.train()
         megatron.no_sync_func = self.ddp.no_sync
-        asked = optimizer.OptimizerConfig(optimizer="adam", bf16=True, params_dtype=torch.bfloat16, **adam)
-        self.optimizer = optimizer.get_megatron_optimizer(asked, [self.ddp], use_gloo_process_groups=False)
+        numbers = optimizer.OptimizerConfig(optimizer="adam", bf16=True, params_dtype=torch.bfloat16, **adam)
+        self.optimizer = optimizer.get_megatron_optimizer(numbers, [self.ddp], use_gloo_process_groups=False)
         self.adams = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         for adam_of in self.adams:
             adam_of.init_state_fn(adam_of.optimizer)
@@ -208,7 +210,7 @@ def forward_step(data_iterator, model):
 
 
 class MegatronCapture:
-    """A capture of one `cuda_graph_impl`: `make` captures, and `enter` and `leave` put it into the model and out."""
+    """A capture of one `cuda_graph_impl`: `_make` captures, `_put_in` and `_take_out` change the layers."""
 
     impl = ""
 
@@ -217,14 +219,15 @@ class MegatronCapture:
 
         self.state, self.pool, self.schedule, self.graphs = state, capture.pool(), state.schedule, cuda_graphs
         self.flag = None
-        asked, capture.strategy = vars(state.configured(self.impl)), f"Megatron-Core, cuda_graph_impl={self.impl}"
-        self._fields = {name: value for name, value in asked.items() if "cuda_graph" in name}
+        fields = vars(state.configured(self.impl))
+        self._fields = {name: value for name, value in fields.items() if "cuda_graph" in name}
+        capture.strategy = f"Megatron-Core, cuda_graph_impl={self.impl}"
         capture.warm_up(warm_up)
         stream = torch.cuda.current_stream()
         self.enter()
         try:
             with capture.capturing(), self.pool.adopt():
-                self.make()
+                self._make()
         except (AssertionError, AttributeError) as error:
             raise ValueError(f"Megatron-Core {self.impl}: {' '.join(str(error).split())}") from error
         finally:
@@ -232,9 +235,9 @@ class MegatronCapture:
             torch.cuda.set_stream(stream)
             self.leave()
 
-    def make(self) -> None:
-        """Capture."""
-        raise NotImplementedError
+    def close(self) -> None:
+        """Let Megatron drop what belongs to its graphs."""
+        self._release()
 
     def step(self, index: int) -> None:
         """Train on batch `index`."""
@@ -245,11 +248,21 @@ class MegatronCapture:
         self._plain = {name: getattr(self.state.megatron, name) for name in self._fields}
         vars(self.state.megatron).update(self._fields)
         self._exchange_flag()
+        self._put_in()
 
     def leave(self) -> None:
         """Take both out: eager layers and other captures have their own."""
+        self._take_out()
         vars(self.state.megatron).update(self._plain)
         self._exchange_flag()
+
+    def _make(self):
+        raise NotImplementedError
+
+    def _put_in(self):
+        """Nothing, unless a subclass's layers change."""
+
+    _take_out = _release = _put_in
 
     def _exchange_flag(self):
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -264,7 +277,7 @@ class Local(MegatronCapture):
     impl = "local"
     managers: tuple = ()
 
-    def make(self):
+    def _make(self):
         for layer in self.state.layers:
             layer.create_mcore_cudagraph_manager(self.state.megatron)
         self.managers = tuple(layer.cudagraph_manager for layer in self.state.layers)
@@ -276,18 +289,16 @@ class Local(MegatronCapture):
             self.graphs.delete_cuda_graphs()
             raise
 
-    def enter(self):
-        super().enter()
+    def _put_in(self):
         for layer, manager in zip(self.state.layers, self.managers, strict=False):
             layer.cudagraph_manager = manager
         self._forget_modules()
 
-    def leave(self):
+    def _take_out(self):
         self._forget_modules()
         for layer in self.state.layers:
             if hasattr(layer, "cudagraph_manager"):
                 del layer.cudagraph_manager
-        super().leave()
 
     def _forget_modules(self):
         """Drop Megatron's list of the modules to which it tells the first microbatch: it was made once and for all.
@@ -296,7 +307,7 @@ class Local(MegatronCapture):
         """
         vars(self.state.ddp).pop("modules_with_is_first_microbatch", None)
 
-    def close(self):
+    def _release(self):
         self.managers = ()
         self.graphs.delete_cuda_graphs()
 
@@ -307,25 +318,23 @@ class TransformerEngineHelper(MegatronCapture):
     impl = "transformer_engine"
     _of_layers: tuple = ()
 
-    def make(self):
+    def _make(self):
         state, config = self.state, self.state.config
         with _replaced(self.graphs, "make_graphed_callables", clone_param_grads_on_return=False):
             helper = self.graphs.TECudaGraphHelper([state.ddp], state.megatron, config.sequence, config.microbatch, [])
             helper.create_cudagraphs()
         self._of_layers = tuple(layer.cuda_graphs for layer in state.layers)
 
-    def enter(self):
-        super().enter()
+    def _put_in(self):
         for index, layer in enumerate(self.state.layers):
             layer.cuda_graphs = self._of_layers[index] if self._of_layers else []
             layer.cuda_graph_manual_hooks = []
 
-    def leave(self):
+    def _take_out(self):
         for layer in self.state.layers:
             layer.cuda_graphs = []
-        super().leave()
 
-    def close(self):
+    def _release(self):
         for graphs in self._of_layers:
             for graph in graphs:
                 graph.reset()
@@ -336,13 +345,13 @@ class FullIteration(MegatronCapture):
 
     impl = "full_iteration"
 
-    def make(self):
+    def _make(self):
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
         self.schedule = FullCudaGraphWrapper(self.state.schedule, cuda_graph_warmup_steps=0, use_single_mempool=True)
         self.state.forward_backward(self.schedule)
 
-    def close(self):
+    def _release(self):
         from megatron.core.full_cuda_graph import StaticBufferLoader
 
         self.schedule.reset_cuda_graph("training")

@@ -33,7 +33,7 @@ class Config(Parallel, Timing):
     )
     layer: str = option(
         "auto",
-        "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs; megatron: Megatron-Core's model and Adam",
+        "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs; megatron: Megatron-Core's",
         ("auto", "te", "torch", "megatron"),
     )
     amax_history: int = option(1024, "steps in the amax history of delayed scaling")

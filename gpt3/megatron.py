@@ -1,7 +1,7 @@
 """GPT-3's slice in Megatron-Core, `--layer megatron`: its eager step and the three captures that it ships.
 
-Shapes, initial values, batches, vocabulary and loss are those of gpt3/train.py. Megatron's optimizer has no weight decay
-for biases and norms, and stays eager. docs/megatron.md says what each variant captures.
+Shapes, initial values, batches, vocabulary and loss are those of gpt3/train.py. Megatron's optimizer decays no
+biases and norms, and stays eager. docs/megatron.md says what each variant captures.
 
 Megatron interleaves the rows of q, k and v in groups of heads, here of one head each: [heads, 3, head_dim] as ours.
 """

@@ -1,4 +1,4 @@
-"""Megatron-Core's builds of gpt3: refusals, the order of q, k and v, and on a GPU its captures beside its eager step."""
+"""Megatron-Core's builds of gpt3: refusals, the order of q, k and v, and on a GPU captures beside its eager step."""
 
 import contextlib
 import importlib.metadata
@@ -117,8 +117,8 @@ def test_equal_parameters_give_equal_losses_and_gradients_on_the_cpu(monkeypatch
 def plain_model(config, monkeypatch):
     megatron.start(torch.device("cpu"), config.microbatches)
     from megatron.core import utils
-    from megatron.core.tensor_parallel import random
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer import TransformerConfig
 
     # On a GPU alone: scratch memory, and random states of its own for a dropout, of which there is none.
