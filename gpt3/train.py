@@ -295,8 +295,8 @@ class GraphedLayersOptimizer(GraphedLayers):
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:
-    data_ranks = config.ranks(ranks.world_size).dp
-    config, notes = resolve(config, device, data_ranks)  # the kind of layer that runs here, as many layers as fit
+    parts = config.ranks(ranks.world_size)
+    config, notes = resolve(config, device, parts.dp)  # the kind of layer that runs here, as many layers as fit
     if config.layer == "megatron":
         from gpt3.megatron import megatron_state
 
@@ -311,12 +311,12 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         grad_norms=state.read_grad_norms,
         named_state=state.named_state,
         reset=state.reset,
-        items=config.sequence * config.microbatch * config.microbatches // (config.tp * config.pp),
+        items=config.sequence * config.microbatch * config.microbatches // (parts.tp * parts.pp),
         unit="tokens",
         flops=step_flops(config),
         flops_convention=CAUSAL_HALF,
         peak_flops=peak_flops(gpu, config.precision),
-        card=card(config, data_ranks, on_gpu=device.type == "cuda"),
+        card=card(config, parts.dp, on_gpu=device.type == "cuda"),
         notes=notes,
     )
 
