@@ -17,7 +17,12 @@ import torch
 
 from common.history import History
 from common.precision.fp8 import NoScaling
-from common.precision.transformer_engine import TransformerEngineScaling, te_fault, transformer_engine
+from common.precision.transformer_engine import (
+    TransformerEngineScaling,
+    te_fault,
+    transformer_engine,
+    undone_where_it_fails,
+)
 from graph_worth import StaticInputs, Unsupported, mark, section
 
 VERSION = "0.19.2"
@@ -226,13 +231,14 @@ class MegatronCapture:
         stream = torch.cuda.current_stream()
         self.enter()
         try:
-            with capture.capturing(), self.pool.adopt():
+            with capture.capturing(), self.pool.adopt(), undone_where_it_fails(self.state.layers):
                 self._make()
         except (AssertionError, AttributeError) as error:
             raise ValueError(f"Megatron-Core {self.impl}: {' '.join(str(error).split())}") from error
         finally:
             # Megatron's local captures leave the default stream, on which nothing can be captured.
             torch.cuda.set_stream(stream)
+            cuda_graphs._set_capture_end()
             self.leave()
 
     def close(self) -> None:
@@ -278,6 +284,8 @@ class Local(MegatronCapture):
     managers: tuple = ()
 
     def _make(self):
+        # Or the first manager leaves the stream of all variants.
+        self.graphs.CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
         for layer in self.state.layers:
             layer.create_mcore_cudagraph_manager(self.state.megatron)
         self.managers = tuple(layer.cudagraph_manager for layer in self.state.layers)
@@ -316,7 +324,7 @@ class TransformerEngineHelper(MegatronCapture):
     """`TECudaGraphHelper`: make_graphed_callables of Transformer Engine for each layer, without clones of gradients."""
 
     impl = "transformer_engine"
-    _of_layers: tuple = ()
+    _of_layers = _accumulated = ()
 
     def _make(self):
         state, config = self.state, self.state.config
@@ -324,8 +332,12 @@ class TransformerEngineHelper(MegatronCapture):
             helper = self.graphs.TECudaGraphHelper([state.ddp], state.megatron, config.sequence, config.microbatch, [])
             helper.create_cudagraphs()
         self._of_layers = tuple(layer.cuda_graphs for layer in state.layers)
+        # Their gradients are in main_grad already, which a replay does not say, and what it returns must not be added.
+        self._accumulated = [weight for weight in state.model.parameters() if weight.grad_added_to_main_grad]
 
     def _put_in(self):
+        for weight in self._accumulated:
+            weight.grad_added_to_main_grad = True
         for index, layer in enumerate(self.state.layers):
             layer.cuda_graphs = self._of_layers[index] if self._of_layers else []
             layer.cuda_graph_manual_hooks = []
@@ -348,7 +360,7 @@ class FullIteration(MegatronCapture):
     def _make(self):
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-        self.schedule = FullCudaGraphWrapper(self.state.schedule, cuda_graph_warmup_steps=0, use_single_mempool=True)
+        self.schedule = FullCudaGraphWrapper(self.state.schedule, cuda_graph_warmup_steps=0)
         self.state.forward_backward(self.schedule)
 
     def _release(self):
