@@ -336,6 +336,7 @@ class TransformerEngineHelper(MegatronCapture):
         self._accumulated = [weight for weight in state.model.parameters() if weight.grad_added_to_main_grad]
 
     def _put_in(self):
+        self.state.model.decoder.cuda_graphs = []
         for weight in self._accumulated:
             weight.grad_added_to_main_grad = True
         for index, layer in enumerate(self.state.layers):
