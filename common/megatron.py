@@ -5,27 +5,22 @@ one model, which is built without them: each variant sets the option and the lay
 `leave` alone, so that the weights, gradients and kernels of all variants are the same.
 """
 
-import contextlib
 import functools
 import importlib.metadata
 import sys
 import tempfile
 import types
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 
 from common.history import History
+from common.precision import transformer_engine
 from common.precision.fp8 import NoScaling
-from common.precision.transformer_engine import (
-    TransformerEngineScaling,
-    te_fault,
-    transformer_engine,
-    undone_where_it_fails,
-)
 from graph_worth import StaticInputs, Unsupported, mark, section
 
 VERSION = "0.19.2"
+APEX = "fused_weight_gradient_mlp_cuda"
 INSTALL = f'pip install --no-deps "megatron-core=={VERSION}"'
 
 
@@ -34,32 +29,13 @@ def fault_of(precision: str) -> str | None:
     try:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
-        installed = None
-    if sys.version_info < (3, 12):
-        return f"megatron-core {VERSION} needs Python 3.12, this is {sys.version.split()[0]}: {INSTALL}"
-    if installed != VERSION:
-        return f"megatron-core {VERSION} is needed, {installed or 'none'} is installed: {INSTALL}"
+        installed = "none"
+    python = sys.version.split()[0]
+    if sys.version_info < (3, 12) or installed != VERSION:
+        return f"megatron-core {VERSION} and Python 3.12 are needed, {installed} and {python} are here: {INSTALL}"
     if not torch.cuda.is_available():
         return "Megatron-Core's layers need a GPU"
-    return te_fault(fp8=precision == "fp8")
-
-
-def imported():
-    """Import megatron.core; `fault_of` must be None, or nothing but layers of its local spec is used.
-
-    The fused weight gradient of the head comes from apex in Megatron's images. Where apex is missing, cuBLAS does the
-    same in one GEMM, as in our models. Transformer Engine's layers accumulate themselves.
-    """
-    name = "fused_weight_gradient_mlp_cuda"
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        module = types.ModuleType(name)
-        module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = _accumulate  # type: ignore[attr-defined]
-        sys.modules[name] = module
-    import megatron.core
-
-    return megatron.core
+    return transformer_engine.te_fault(fp8=precision == "fp8")
 
 
 def _accumulate(x, grad, total):
@@ -67,36 +43,38 @@ def _accumulate(x, grad, total):
 
 
 def start(device: torch.device, microbatches: int) -> None:
-    """Make Megatron's process groups of one rank, its random states and its count of microbatches, once a process."""
-    imported()
+    """Make Megatron's process groups of one rank, its random states and its count of microbatches, once a process.
+
+    The fused weight gradient of the head comes from apex in Megatron's images. Where apex is missing, cuBLAS does the
+    same in one GEMM, as in our models. Transformer Engine's layers accumulate themselves.
+    """
+    try:
+        importlib.import_module(APEX)
+    except ImportError:
+        sys.modules[APEX] = types.SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate)  # type: ignore[assignment]
     from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
 
-    on_gpu = device.type == "cuda"
     if not torch.distributed.is_initialized():
-        store = Path(tempfile.mkdtemp()) / "store"
-        backend = "nccl" if on_gpu else "gloo"
-        torch.distributed.init_process_group(backend, init_method=f"file://{store}", world_size=1, rank=0)
+        backend, store = "nccl" if device.type == "cuda" else "gloo", f"file://{tempfile.mkdtemp()}/store"
+        torch.distributed.init_process_group(backend, init_method=store, world_size=1, rank=0)
         torch.distributed.barrier()  # Communicators are made now, not in a capture.
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(1, 1, create_gloo_process_groups=False)
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    num_microbatches_calculator.init_num_microbatches_calculator(0, None, microbatches, 1, 1, False)
-    if on_gpu:
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, microbatches, 1, 1, False)
+    if device.type == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(1234, te_rng_tracker=True)
 
 
 class MegatronState(History):
     """GPTModel of Transformer Engine's layers in DDP, Megatron's Adam, and our batches.
 
-    options: fields of TransformerConfig. model: of GPTModel. adam: of OptimizerConfig. initialise(named parameters):
-    sets Megatron's parameters in place. inputs: tokens and targets of a step, [m, s, b]. batches: set by the model.
+    fields: "options" of TransformerConfig, "model": of GPTModel, "adam": of OptimizerConfig. initialise(named
+    parameters): sets Megatron's parameters in place. inputs: tokens and targets of a step, [m, s, b].
     """
 
-    batches: list
-
-    def __init__(self, config, device: torch.device, options: dict, model: dict, adam: dict, initialise):
+    def __init__(self, config, device: torch.device, batches: list, fields: dict, initialise):
         start(device, config.microbatches)
-        transformer_engine()
+        transformer_engine.transformer_engine()
         from megatron.core import distributed, full_cuda_graph, optimizer, pipeline_parallel
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
         from megatron.core.transformer.cuda_graphs import annotate_first_last_layer
@@ -104,24 +82,23 @@ class MegatronState(History):
 
         # Captures and the nodes that accumulate gradients then share the stream of all variants.
         full_cuda_graph._shared_capture_stream = torch.cuda.current_stream()
-        self.config, self.device, self._options, self._initialise = config, device, options, initialise
+        self.config, self.device, self.batches = config, device, batches
+        self._options, self._initialise = fields["options"], initialise
         self.megatron = megatron = self.configured("none")
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-        module = GPTModel(megatron, spec, parallel_output=True, **model).to(device)
+        module = GPTModel(megatron, spec, parallel_output=True, **fields["model"]).to(device)
         annotate_first_last_layer(module.decoder.layers)
         self.model, self.layers = module, module.decoder.layers
         ddp = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=False)
         self.ddp = distributed.DistributedDataParallel(megatron, ddp, Float16Module(megatron, module))
-        self.ddp.train()
-        megatron.no_sync_func = self.ddp.no_sync
-        numbers = optimizer.OptimizerConfig(optimizer="adam", bf16=True, params_dtype=torch.bfloat16, **adam)
+        numbers = optimizer.OptimizerConfig(bf16=True, params_dtype=torch.bfloat16, **fields["adam"])
         self.optimizer = optimizer.get_megatron_optimizer(numbers, [self.ddp], use_gloo_process_groups=False)
-        self.adams = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        for adam_of in self.adams:
-            adam_of.init_state_fn(adam_of.optimizer)
+        (chained,) = self.optimizer.chained_optimizers
+        self.adam = chained.optimizer
+        chained.init_state_fn(self.adam)
         self.schedule = pipeline_parallel.get_forward_backward_func()
-        history = options.get("fp8_amax_history_len", 0)
-        self.fp8 = TransformerEngineScaling(self.layers, history) if options.get("fp8") else NoScaling()
+        scaling = transformer_engine.TransformerEngineScaling
+        self.fp8 = scaling(self.layers, config.amax_history) if config.precision == "fp8" else NoScaling()
         super().__init__(device)
         shape = (config.microbatches, config.sequence, config.microbatch)
         self.inputs = StaticInputs(
@@ -153,7 +130,6 @@ class MegatronState(History):
             num_microbatches=self.config.microbatches,
             seq_length=self.config.sequence,
             micro_batch_size=self.config.microbatch,
-            decoder_seq_length=self.config.sequence,
             forward_only=False,
         )
         return torch.stack([result["loss"] for result in results]).mean()
@@ -176,11 +152,10 @@ class MegatronState(History):
         self._initialise(self.model.named_parameters())
         self.ddp.zero_grad_buffer()
         self.optimizer.reload_model_params()
-        for adam in self.adams:
-            for group in adam.optimizer.param_groups:
-                group.pop("step", None)
-            for moments in adam.optimizer.state.values():
-                torch._foreach_zero_([tensor for tensor in moments.values() if torch.is_tensor(tensor)])
+        for group in self.adam.param_groups:
+            group.pop("step", None)
+        for moments in self.adam.state.values():
+            torch._foreach_zero_(list(moments.values()))
         self.fp8.reset()
         self.losses.zero_()
         self.grad_norms.zero_()
@@ -188,14 +163,9 @@ class MegatronState(History):
     def named_state(self):
         """Yield (name, tensor) of parameters, of the optimizer's masters and moments, and of the FP8 scales."""
         yield from self.model.named_parameters()
-        for number, adam in enumerate(self.adams):
-            for index, (master, moments) in enumerate(adam.optimizer.state.items()):
-                tensors = {"master": master} | moments
-                yield from (
-                    (f"optimizer.{number}.{index}.{name}", tensor)
-                    for name, tensor in tensors.items()
-                    if torch.is_tensor(tensor)
-                )
+        for index, (master, moments) in enumerate(self.adam.state.items()):
+            for name, tensor in ({"master": master} | moments).items():
+                yield f"optimizer.{index}.{name}", tensor
         yield from self.fp8.named_state()
 
 
@@ -210,40 +180,33 @@ def forward_step(data_iterator, model):
     return model(batch["tokens"], batch["positions"], None), mean_loss
 
 
-# ------------------------------------------------------------------------------------------------
-# Megatron's captures
-
-
 class MegatronCapture:
     """A capture of one `cuda_graph_impl`: `_make` captures, `_put_in` and `_take_out` change the layers."""
 
     impl = ""
+    _make: Callable
+    close: Callable
 
-    def __init__(self, state: MegatronState, capture, warm_up):
+    def __init__(self, state: MegatronState, capture):
         from megatron.core.transformer import cuda_graphs
 
-        self.state, self.pool, self.schedule, self.graphs = state, capture.pool(), state.schedule, cuda_graphs
+        self.state, self.schedule, self.graphs = state, state.schedule, cuda_graphs
         self.flag = None
         fields = vars(state.configured(self.impl))
         self._fields = {name: value for name, value in fields.items() if "cuda_graph" in name}
+        self._plain = {name: getattr(state.megatron, name) for name in self._fields}
         capture.strategy = f"Megatron-Core, cuda_graph_impl={self.impl}"
-        capture.warm_up(warm_up)
-        stream = torch.cuda.current_stream()
+        capture.warm_up(MegatronState.step)
         self.enter()
         try:
-            with capture.capturing(), self.pool.adopt(), undone_where_it_fails(self.state.layers):
+            with capture.capturing(), capture.pool().adopt(), transformer_engine.undone_where_it_fails(state.layers):
                 self._make()
-        except (AssertionError, AttributeError) as error:
-            raise ValueError(f"Megatron-Core {self.impl}: {' '.join(str(error).split())}") from error
-        finally:
-            # Megatron's local captures leave the default stream, on which nothing can be captured.
-            torch.cuda.set_stream(stream)
+        except BaseException:
             cuda_graphs._set_capture_end()
+            self.close()
+            raise
+        finally:
             self.leave()
-
-    def close(self) -> None:
-        """Let Megatron drop what belongs to its graphs."""
-        self._release()
 
     def step(self, index: int) -> None:
         """Train on batch `index`."""
@@ -251,30 +214,20 @@ class MegatronCapture:
 
     def enter(self) -> None:
         """Put Megatron's option in, and the flag on the device by which captured layers cast FP8 weights."""
-        self._plain = {name: getattr(self.state.megatron, name) for name in self._fields}
         vars(self.state.megatron).update(self._fields)
-        self._exchange_flag()
+        self.flag = transformer_engine.exchange_flag(self.flag)
         self._put_in()
 
     def leave(self) -> None:
         """Take both out: eager layers and other captures have their own."""
         self._take_out()
         vars(self.state.megatron).update(self._plain)
-        self._exchange_flag()
-
-    def _make(self):
-        raise NotImplementedError
+        self.flag = transformer_engine.exchange_flag(self.flag)
 
     def _put_in(self):
         """Nothing, unless a subclass's layers change."""
 
-    _take_out = _release = _put_in
-
-    def _exchange_flag(self):
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        kept = FP8GlobalStateManager.quantization_state
-        self.flag, kept.skip_fp8_weight_update_tensor = kept.skip_fp8_weight_update_tensor, self.flag
+    _take_out = _put_in
 
 
 class Local(MegatronCapture):
@@ -289,33 +242,26 @@ class Local(MegatronCapture):
         for layer in self.state.layers:
             layer.create_mcore_cudagraph_manager(self.state.megatron)
         self.managers = tuple(layer.cudagraph_manager for layer in self.state.layers)
-        self._forget_modules()
-        # A step records the layers' order in eager mode, and the schedule then captures.
-        try:
+        self._put_in()
+        # The schedule's first pass is eager and records the order of layers. At its end it captures, and makes the
+        # default stream the current one, on which nothing can be captured.
+        with torch.cuda.stream(torch.cuda.current_stream()):
             self.state.forward_backward()
-        except BaseException:
-            self.graphs.delete_cuda_graphs()
-            raise
 
     def _put_in(self):
         for layer, manager in zip(self.state.layers, self.managers, strict=False):
             layer.cudagraph_manager = manager
-        self._forget_modules()
-
-    def _take_out(self):
-        self._forget_modules()
-        for layer in self.state.layers:
-            if hasattr(layer, "cudagraph_manager"):
-                del layer.cudagraph_manager
-
-    def _forget_modules(self):
-        """Drop Megatron's list of the modules to which it tells the first microbatch: it was made once and for all.
-
-        A manager that is not in it would never let its layer cast the weights to FP8 again.
-        """
+        # Megatron's list of modules to which it tells the first microbatch is made once and for all. A manager that is
+        # not in it would never let its layer cast the weights to FP8 again.
         vars(self.state.ddp).pop("modules_with_is_first_microbatch", None)
 
-    def _release(self):
+    def _take_out(self):
+        for layer in self.state.layers:
+            layer._modules.pop("cudagraph_manager", None)
+        vars(self.state.ddp).pop("modules_with_is_first_microbatch", None)
+
+    def close(self) -> None:
+        """Let Megatron forget its graphs."""
         self.managers = ()
         self.graphs.delete_cuda_graphs()
 
@@ -324,16 +270,20 @@ class TransformerEngineHelper(MegatronCapture):
     """`TECudaGraphHelper`: make_graphed_callables of Transformer Engine for each layer, without clones of gradients."""
 
     impl = "transformer_engine"
-    _of_layers = _accumulated = ()
+    _of_layers: tuple = ()
+    _accumulated: tuple = ()
 
     def _make(self):
+        from transformer_engine.pytorch.graph import make_graphed_callables
+
         state, config = self.state, self.state.config
-        with _replaced(self.graphs, "make_graphed_callables", clone_param_grads_on_return=False):
-            helper = self.graphs.TECudaGraphHelper([state.ddp], state.megatron, config.sequence, config.microbatch, [])
-            helper.create_cudagraphs()
+        without_clones = functools.partial(make_graphed_callables, clone_param_grads_on_return=False)
+        self.graphs.make_graphed_callables = without_clones
+        helper = self.graphs.TECudaGraphHelper([state.ddp], state.megatron, config.sequence, config.microbatch, [])
+        helper.create_cudagraphs()
         self._of_layers = tuple(layer.cuda_graphs for layer in state.layers)
         # Their gradients are in main_grad already, which a replay does not say, and what it returns must not be added.
-        self._accumulated = [weight for weight in state.model.parameters() if weight.grad_added_to_main_grad]
+        self._accumulated = tuple(w for w in state.model.parameters() if w.grad_added_to_main_grad)
 
     def _put_in(self):
         self.state.model.decoder.cuda_graphs = []
@@ -343,11 +293,8 @@ class TransformerEngineHelper(MegatronCapture):
             layer.cuda_graphs = self._of_layers[index] if self._of_layers else []
             layer.cuda_graph_manual_hooks = []
 
-    def _take_out(self):
-        for layer in self.state.layers:
-            layer.cuda_graphs = []
-
-    def _release(self):
+    def close(self) -> None:
+        """Let the graphs give back their memory."""
         for graphs in self._of_layers:
             for graph in graphs:
                 graph.reset()
@@ -364,19 +311,7 @@ class FullIteration(MegatronCapture):
         self.schedule = FullCudaGraphWrapper(self.state.schedule, cuda_graph_warmup_steps=0)
         self.state.forward_backward(self.schedule)
 
-    def _release(self):
-        from megatron.core.full_cuda_graph import StaticBufferLoader
-
+    def close(self) -> None:
+        """Let Megatron's classes forget graph and inputs."""
         self.schedule.reset_cuda_graph("training")
-        StaticBufferLoader.static_buffers["training"].clear()
-
-
-@contextlib.contextmanager
-def _replaced(module, name, **options):
-    """Within it, a function of the module gets more options."""
-    original = getattr(module, name)
-    setattr(module, name, functools.partial(original, **options))
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
+        self.schedule.static_loader.static_buffers["training"].clear()

@@ -90,14 +90,15 @@ class Config(Parallel, Timing):
         return 2 * self.stage_layers * self.microbatches
 
     def ranks(self, world_size: int) -> Ranks:
-        if not self.alone:
+        if not self.alone and self.layer != "megatron":
             return super().ranks(world_size)
         if world_size != 1:
-            raise ValueError(f"--pp-rank {self.pp_rank} runs one stage by itself, this run has {world_size} ranks")
+            what = f"--pp-rank {self.pp_rank} runs one stage" if self.alone else "--layer megatron runs"
+            raise ValueError(f"{what} by itself, this run has {world_size} ranks")
         return Ranks(1)
 
     def world_sizes(self) -> dict[str, int]:
-        return {"at_most": 1} if self.alone else super().world_sizes()
+        return {"at_most": 1} if self.alone or self.layer == "megatron" else super().world_sizes()
 
 
 _TINY = {

@@ -7,10 +7,9 @@ Megatron interleaves the rows of q, k and v in groups of heads, here of one head
 """
 
 import torch
-from torch.nn import functional as F
 
 from common import megatron
-from gpt3.model import INIT_STD, NORM_EPS, initialise
+from gpt3.model import NORM_EPS, initialise
 from gpt3.state import ADAM, SEED, training_batches
 from graph_worth import variant
 
@@ -28,40 +27,26 @@ NAMES = {
 
 def options(config) -> dict:
     """Fields of Megatron's TransformerConfig for our shapes."""
-    c = config
-    fields = {
-        "num_layers": c.layers,
-        "hidden_size": c.hidden,
-        "ffn_hidden_size": c.ffn,
-        "num_attention_heads": c.heads,
-        "kv_channels": c.head_dim,
+    return {
+        "num_layers": config.layers,
+        "hidden_size": config.hidden,
+        "ffn_hidden_size": config.ffn,
+        "num_attention_heads": config.heads,
+        "kv_channels": config.head_dim,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bf16": True,
         "params_dtype": torch.bfloat16,
-        "pipeline_dtype": torch.bfloat16,
-        "autocast_dtype": torch.bfloat16,
-        "init_method_std": INIT_STD,
         "perform_initialization": False,
         "layernorm_epsilon": NORM_EPS,
         "layernorm_zero_centered_gamma": True,
-        "activation_func": F.gelu,
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
-        "masked_softmax_fusion": True,
         "gradient_accumulation_fusion": True,
-        "use_te_rng_tracker": True,
-        "cuda_graph_warmup_steps": 3,
-        "cuda_graph_use_single_mempool": True,
+        "fp8": "hybrid" if config.precision == "fp8" else None,
+        "fp8_amax_history_len": config.amax_history,
+        "fp8_amax_compute_algo": "max",
     }
-    if c.precision == "fp8":
-        fields |= {
-            "fp8": "hybrid",
-            "fp8_recipe": "delayed",
-            "fp8_amax_history_len": c.amax_history,
-            "fp8_amax_compute_algo": "max",
-        }
-    return fields
 
 
 def model_options(config) -> dict:
@@ -81,37 +66,34 @@ def our_name(name: str) -> str:
     return name
 
 
-def initialise_as_ours(named_parameters) -> None:
-    """Set Megatron's parameters to the seeded numbers of the te build, in place."""
-    initialise(((our_name(name), parameter) for name, parameter in named_parameters), SEED)
-
-
-def megatron_state(config, device, world_size: int):
-    if world_size > 1:
-        raise ValueError("--layer megatron runs on one GPU: --ngpu 1")
+def megatron_state(config, device):
+    """Return the state of Megatron's training, with our batches and the te build's seeded parameters."""
     betas, adam = ADAM["betas"], {"lr": config.lr, "adam_eps": ADAM["eps"], "clip_grad": ADAM["clip"]}
     adam |= {"adam_beta1": betas[0], "adam_beta2": betas[1], "weight_decay": ADAM["weight_decay"]}
-    state = megatron.MegatronState(config, device, options(config), model_options(config), adam, initialise_as_ours)
-    state.batches = training_batches(config, device, 0)
-    return state
+
+    def initialise_as_ours(named_parameters):
+        initialise(((our_name(name), parameter) for name, parameter in named_parameters), SEED)
+
+    batches = training_batches(config, device, 0)
+    fields = {"options": options(config), "model": model_options(config), "adam": adam}
+    return megatron.MegatronState(config, device, batches, fields, initialise_as_ours)
 
 
 @variant(
     "megatron_eager",
     kind="eager",
-    help="Megatron-Core's eager step: cuda_graph_impl none",
     parity="bitwise",
     builds=("megatron",),
     when=lambda c: c.layer == "megatron",
 )
 def eager_step(state, index: int):
+    """Megatron-Core's eager step: cuda_graph_impl none."""
     state.step(index)
 
 
 @variant(
     "megatron_local",
     kind="graph",
-    help="Megatron-Core's CudaGraphManager: a forward and a backward graph for each layer",
     graphs=lambda c: 2 * c.layers,
     replays=lambda c: c.layer_passes,
     parity=1e-2,  # it updates the FP8 history of gradients after each layer, so that the history ages faster
@@ -121,14 +103,12 @@ def eager_step(state, index: int):
     when=lambda c: c.layer == "megatron",
 )
 class MegatronLocal(megatron.Local):
-    def __init__(self, state, capture):
-        super().__init__(state, capture, eager_step)
+    """Megatron-Core's CudaGraphManager: a forward and a backward graph for each layer."""
 
 
 @variant(
     "megatron_te",
     kind="graph",
-    help="Megatron-Core's TECudaGraphHelper: Transformer Engine's graphs of each layer, no clones of gradients",
     graphs=lambda c: 2 * c.layers,
     replays=lambda c: c.layer_passes,
     parity="bitwise",
@@ -137,14 +117,12 @@ class MegatronLocal(megatron.Local):
     when=lambda c: c.layer == "megatron",
 )
 class MegatronTransformerEngine(megatron.TransformerEngineHelper):
-    def __init__(self, state, capture):
-        super().__init__(state, capture, eager_step)
+    """Megatron-Core's TECudaGraphHelper: Transformer Engine's graphs of each layer, no clones of gradients."""
 
 
 @variant(
     "megatron_full",
     kind="graph",
-    help="Megatron-Core's FullCudaGraphWrapper: forward and backward of all microbatches, the optimizer eager",
     graphs=1,
     parity="bitwise",
     reference="megatron_eager",
@@ -152,5 +130,4 @@ class MegatronTransformerEngine(megatron.TransformerEngineHelper):
     when=lambda c: c.layer == "megatron",
 )
 class MegatronFull(megatron.FullIteration):
-    def __init__(self, state, capture):
-        super().__init__(state, capture, eager_step)
+    """Megatron-Core's FullCudaGraphWrapper: forward and backward of all microbatches, the optimizer eager."""

@@ -26,7 +26,7 @@ variants has a flag of its own, which is Transformer Engine's between `enter` an
 
 import torch
 
-from common.precision.transformer_engine import undone_where_it_fails
+from common.precision.transformer_engine import exchange_flag, undone_where_it_fails
 from gpt3.pipeline import stage as pipeline
 from gpt3.state import State
 from gpt3.train import GraphedLayers, eager_step
@@ -60,28 +60,19 @@ class ByTransformerEngine:
                     **options,
                 )
             finally:
-                self.flag = _exchange_flag(None)
+                self.flag = exchange_flag(None)
 
     def enter(self):
         """Put in the flag that these graphs read."""
-        _exchange_flag(self.flag)
+        exchange_flag(self.flag)
 
     def leave(self):
         """Take the flag out, as other variants' captures need it."""
-        _exchange_flag(None)
+        exchange_flag(None)
 
     def close(self):
         for layer in self.callables:
             layer.reset()
-
-
-def _exchange_flag(flag):
-    """Make `flag` the one by which Transformer Engine skips casts of weights; returns the one that was."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    kept = FP8GlobalStateManager.quantization_state
-    before, kept.skip_fp8_weight_update_tensor = kept.skip_fp8_weight_update_tensor, flag
-    return before
 
 
 @variant(

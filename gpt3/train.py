@@ -300,7 +300,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     if config.layer == "megatron":
         from gpt3.megatron import megatron_state
 
-        state = megatron_state(config, device, ranks.world_size)
+        state = megatron_state(config, device)
     else:
         state = State(config, device, ranks.rank, ranks.world_size)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -91,6 +91,15 @@ def undone_where_it_fails(layers):
         raise
 
 
+def exchange_flag(flag):
+    """Make `flag` the one by which Transformer Engine skips casts of weights; returns the one that was."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    kept = FP8GlobalStateManager.quantization_state
+    before, kept.skip_fp8_weight_update_tensor = kept.skip_fp8_weight_update_tensor, flag
+    return before
+
+
 # ------------------------------------------------------------------------------------------------
 # FP8 with delayed scaling, see fp8.py
 

@@ -136,6 +136,7 @@ def test_sweeps_name_fields_and_doubled_values_are_valid():
         ("tiny", {"tp": 2}, 3, "--tp 2 needs a multiple of 2 ranks, this run has 3"),
         ("mlperf", {}, 8, "--tp 4 --pp 6 need a multiple of 24 ranks, this run has 8"),
         ("rank", {}, 2, "--pp-rank 0 runs one stage by itself, this run has 2 ranks"),
+        ("tiny", {"layer": "megatron"}, 2, "--layer megatron runs by itself, this run has 2 ranks"),
     ],
 )
 def test_world_sizes_that_are_refused(preset, changes, world_size, told):

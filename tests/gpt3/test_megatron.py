@@ -28,9 +28,9 @@ needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None
 @pytest.mark.parametrize(
     "version, installed, pattern",
     [
-        ((3, 11, 9), "0.19.2", r"0\.19\.2 needs Python 3\.12, this is .*: pip install .*megatron-core==0\.19\.2"),
-        ((3, 12, 3), None, r"none is installed: pip install .*megatron-core==0\.19\.2"),
-        ((3, 12, 3), "0.18.0", r"0\.18\.0 is installed: pip install .*megatron-core==0\.19\.2"),
+        ((3, 11, 9), "0.19.2", r"0\.19\.2 and Python 3\.12 are needed, 0\.19\.2 and .*: pip install .*core==0\.19\.2"),
+        ((3, 12, 3), None, r"none and .* are here: pip install .*megatron-core==0\.19\.2"),
+        ((3, 12, 3), "0.18.0", r"0\.18\.0 and .* are here: pip install .*megatron-core==0\.19\.2"),
     ],
 )
 def test_another_version_or_python_is_refused_with_the_line_that_installs_it(monkeypatch, version, installed, pattern):
@@ -51,7 +51,7 @@ def test_without_transformer_engine_or_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "need a GPU" in megatron.fault_of("fp8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(megatron, "te_fault", lambda fp8: "Transformer Engine is not usable: make te")
+    monkeypatch.setattr(megatron.transformer_engine, "te_fault", lambda fp8: "it is not usable: make te")
     assert "make te" in megatron.fault_of("fp8")
 
 
@@ -126,8 +126,8 @@ def plain_model(config, monkeypatch):
     monkeypatch.setattr(utils.GlobalMemoryBuffer, "get_tensor", empty)
     monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
     fields = {name: value for name, value in options(config).items() if "dtype" not in name and "fusion" not in name}
-    fields |= {"bf16": False, "use_te_rng_tracker": False, "layernorm_zero_centered_gamma": False}
-    fields |= {"use_cpu_initialization": True, "masked_softmax_fusion": False, "bias_dropout_fusion": False}
+    fields |= {"bf16": False, "layernorm_zero_centered_gamma": False}
+    fields |= {"use_cpu_initialization": True, "bias_dropout_fusion": False}
     # tanh's approximation, as Megatron's fused bias and GELU and as Transformer Engine's.
     fields["activation_func"] = lambda x: torch.nn.functional.gelu(x, approximate="tanh")
     spec = gpt_layer_specs.get_gpt_layer_local_spec()
