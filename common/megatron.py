@@ -82,8 +82,7 @@ class MegatronState(History):
 
         # Captures and the nodes that accumulate gradients then share the stream of all variants.
         full_cuda_graph._shared_capture_stream = torch.cuda.current_stream()
-        self.config, self.device, self.batches = config, device, batches
-        self._options, self._initialise = fields["options"], initialise
+        self.config, self.batches, self._options, self._initialise = config, batches, fields["options"], initialise
         self.megatron = megatron = self.configured("none")
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
         module = GPTModel(megatron, spec, parallel_output=True, **fields["model"]).to(device)
@@ -201,6 +200,7 @@ class MegatronCapture:
         try:
             with capture.capturing(), capture.pool().adopt(), transformer_engine.undone_where_it_fails(state.layers):
                 self._make()
+            self.flag = transformer_engine.exchange_flag(None)
         except BaseException:
             cuda_graphs._set_capture_end()
             self.close()
@@ -215,14 +215,14 @@ class MegatronCapture:
     def enter(self) -> None:
         """Put Megatron's option in, and the flag on the device by which captured layers cast FP8 weights."""
         vars(self.state.megatron).update(self._fields)
-        self.flag = transformer_engine.exchange_flag(self.flag)
+        transformer_engine.exchange_flag(self.flag)
         self._put_in()
 
     def leave(self) -> None:
         """Take both out: eager layers and other captures have their own."""
         self._take_out()
         vars(self.state.megatron).update(self._plain)
-        self.flag = transformer_engine.exchange_flag(self.flag)
+        transformer_engine.exchange_flag(None)
 
     def _put_in(self):
         """Nothing, unless a subclass's layers change."""
