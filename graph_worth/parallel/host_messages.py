@@ -22,8 +22,8 @@ def stop() -> None:
 
 
 def is_distributed() -> bool:
-    """Say whether this process is in a process group."""
-    return dist.is_available() and dist.is_initialized()
+    """Say whether this process is in a process group with others. A library may have made one of a single rank."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def barrier() -> None:

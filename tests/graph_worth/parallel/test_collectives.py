@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.parallel import differentiable_collectives as regions
 from common.parallel.buckets import GradientBuckets
 from graph_worth.capture.host_graph import HostPool
-from graph_worth.parallel import collectives
+from graph_worth.parallel import collectives, host_messages
 from tests.helpers import gloo_ranks
 
 
@@ -304,3 +305,10 @@ def test_no_thread_outlives_the_process_group(two_ranks):
     for result in two_ranks:
         assert any("gloo" in name for name in result["threads"])
         assert not any("gloo" in name for name in result["threads left"])
+
+
+def test_in_a_group_of_one_rank_nobody_is_talked_to(monkeypatch):
+    """As Megatron-Core makes one: with NCCL a message would be work for the GPU."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    assert host_messages.of_all_ranks("value") == ["value"] and not host_messages.is_distributed()
