@@ -19,6 +19,9 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 # Before any test imports torch: processes of one test share few cores, and idle threads spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if shutil.which("nvidia-smi"):
+    # cuDNN's recurrent layers are deterministic with it alone.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # Files whose tests run in one process, one after the other: they share a cluster, or jobs that run for a minute.
 IN_ONE_PROCESS = ("tests/benchmarks/slurm/test_slurm.py", "tests/graph_worth/measuring/test_agreement.py")

@@ -27,7 +27,7 @@ from graph_worth.harness.files.workload import Workload
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import span
-from graph_worth.harness.standing import BESIDE, COUNTED, UNKNOWN
+from graph_worth.harness.standing import ASIDE, BESIDE, COUNTED, REASONS, UNKNOWN
 
 # The example steps: their names, as their projects write them, and their batch and precision, which no run records.
 STEPS = {
@@ -86,7 +86,7 @@ class OnGpu:
 
     Attributes:
         gpu: short name, as H200.
-        beside: hosts on which the graph ran beside other work.
+        beside, unsteady: hosts on which the graph ran beside other work, or while eager's time was not steady.
         ceilings: step / busy of the runs that count.
         reserved_bytes: peak of torch's reserved memory with the graph, the only variant of its process.
         has_run: False where only the archive has it.
@@ -95,6 +95,7 @@ class OnGpu:
     gpu: str
     hosts: tuple[HostMeans, ...]
     beside: tuple[HostMeans, ...]
+    unsteady: tuple[HostMeans, ...]
     ceilings: tuple[float, ...]
     reserved_bytes: int | None
     has_run: bool
@@ -135,19 +136,18 @@ class Gain(NamedTuple):
 
     @property
     def span(self) -> str:
-        """The range of quiet and unknown hosts, behind the GPU where it stands apart."""
-        return " ".join(filter(None, [self.gpu, span(*self.ends, TWO, "x")]))
-
-    @property
-    def beside(self) -> str:
-        """The range beside other work, in words; "" without any."""
-        gains = [host.gain for gpu in self.gpus for host in gpu.beside]
-        return cells.beside(min(gains), max(gains), self.ends, TWO) if gains else ""
+        """The range of the hosts that count, behind the GPU where it stands apart; of unsteady ones where none does."""
+        standing = {host.standing for host in self.hosts}
+        return " ".join(filter(None, [self.gpu, "unsteady" * (standing == {ASIDE}), span(*self.ends, TWO, "x")]))
 
     @property
     def text(self) -> str:
-        """Both ranges."""
-        return "; ".join(filter(None, [self.span, self.beside]))
+        """The range, and those that do not count."""
+        texts = [self.span]
+        for words, kind in (("beside other work", "beside"), ("unsteady", "unsteady")):
+            gains = [host.gain for gpu in self.gpus for host in getattr(gpu, kind)]
+            texts += [cells.beside(min(gains), max(gains), self.ends, TWO, words)] if gains else []
+        return "; ".join(texts)
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,11 @@ class Headline:
 def of(results: Results) -> list[Headline]:
     """Return a headline for each workload that ran on a GPU, the largest gain first, archived ones last."""
     graphs = _graphs(results)
-    measured = _of_points(results, graphs)
-    measured = measured[measured["key"].isin(measured["key"][measured["standing"].isin(COUNTED)])]
-    archived = _of_archive(results.archive)
-    archived = archived[~archived["key"].isin(measured["key"])]
+    measured, archived = _of_points(results, graphs), _of_archive(results.archive)
+    counted = measured["key"][measured["standing"].isin(COUNTED)]
+    archived = archived[~archived["key"].isin(counted)]
+    unsteady = measured["key"][measured["standing"] == ASIDE]
+    measured = measured[measured["key"].isin([*counted, *unsteady[~unsteady.isin(archived["key"])]])]
     lines = []
     for hosts in (measured, archived):
         lines += [_headline(results, group, graphs) for _, group in hosts.groupby("key", sort=False)]
@@ -304,7 +305,10 @@ def _of_points(results: Results, points: DataFrame) -> DataFrame:
     # Of several bases the one with most runs comes first.
     counted = counted.drop_duplicates([*frame.WORKLOAD, "variant"])
     old = results.hosts[results.hosts["archived"]]
-    parts = [frame.host_means(points[points["standing"].isin(COUNTED)]), frame.beside(points), old]
+    # A run that a correction takes out measured another thing.
+    unsteady = points[(points["standing"] == ASIDE) & ~points["standing_reason"].str.startswith(REASONS)]
+    parts = [frame.host_means(points[points["standing"].isin(COUNTED)]), frame.beside(points)]
+    parts += [frame.host_means(unsteady), old]
     hosts = pd.concat([part for part in parts if len(part)] or parts[:1])
     hosts = counted[["row", *_ON_GPU]].merge(hosts, on="row")
     return hosts.assign(folder="", reserved_bytes=pd.NA)
@@ -323,8 +327,11 @@ def _of_archive(archive: DataFrame) -> DataFrame:
 
 
 def _headline(results: Results, hosts: DataFrame, runs: DataFrame) -> Headline:
-    """The graph with most hosts, of several the one with the largest gain."""
-    beside, hosts = hosts[hosts["standing"] == BESIDE], hosts[hosts["standing"].isin(COUNTED)]
+    """The graph with most hosts, of several the one with the largest gain; unsteady hosts where no other has run."""
+    apart = {kind: hosts[hosts["standing"] == kind] for kind in (BESIDE, ASIDE)}
+    counted = hosts[hosts["standing"].isin(COUNTED)]
+    hosts = counted if len(counted) else apart[ASIDE]
+    apart[ASIDE] = apart[ASIDE] if len(counted) else apart[ASIDE].iloc[:0]
     # Of a GPU that held several numbers of layers, the number with most hosts.
     most = hosts.groupby(_ON_GPU, sort=False).size().rename("number").reset_index()
     most = most.sort_values("number", ascending=False, kind="stable").drop_duplicates(["variant", "short"])
@@ -335,10 +342,12 @@ def _headline(results: Results, hosts: DataFrame, runs: DataFrame) -> Headline:
     model, preset, label = hosts["key"].iloc[0].split("\n")
     folder = Path("examples", "steps") if model == OWN_STEP else Path(model)
     page = hosts["folder"].iloc[0] or results.root.parent / folder / "README.md"
-    kept, beside = kept[kept["variant"] == variant], beside.merge(most[_ON_GPU], on=_ON_GPU)
-    beside = beside[beside["variant"] == variant].groupby(["short", "host"], sort=False).last().reset_index()
+    kept = kept[kept["variant"] == variant]
+    for kind, table in apart.items():
+        table = table[table["variant"] == variant].merge(most[_ON_GPU], on=_ON_GPU)
+        apart[kind] = table.groupby(["short", "host"], sort=False).last().reset_index()
     gpus = [
-        _on_gpu(gpu, group, beside[beside["short"] == gpu], kept[kept["short"] == gpu], runs)
+        _on_gpu(gpu, group, apart, kept[kept["short"] == gpu], runs)
         for gpu, group in once[once["variant"] == variant].groupby("short", sort=False)
     ]
     gpus.sort(key=lambda on_gpu: (-len(on_gpu.hosts), on_gpu.gpu))
@@ -359,9 +368,10 @@ def _setting(results: Results, runs: DataFrame, kept: DataFrame) -> str:
     return ", ".join(filter(None, [items, precision[1].upper() if precision else ""]))
 
 
-def _on_gpu(gpu: str, hosts: DataFrame, beside: DataFrame, kept: DataFrame, graphs: DataFrame) -> OnGpu:
+def _on_gpu(gpu: str, hosts: DataFrame, apart: dict, kept: DataFrame, graphs: DataFrame) -> OnGpu:
+    beside, unsteady = (apart[kind][apart[kind]["short"] == gpu] for kind in (BESIDE, ASIDE))
     every = graphs.sort_values("begin_utc", ascending=False, kind="stable")
-    used = every[every["row"].isin(kept["row"]) & every["standing"].isin(COUNTED)]
+    used = every[every["row"].isin(kept["row"]) & every["standing"].isin(hosts["standing"])]
     # Other work changes no memory.
     measured = every["alone_bytes"][every["row"].isin([*kept["row"], *beside["row"]])]
     sizes = [size for table in (measured, kept["reserved_bytes"]) for size in table.dropna() if size]
@@ -369,6 +379,7 @@ def _on_gpu(gpu: str, hosts: DataFrame, beside: DataFrame, kept: DataFrame, grap
         gpu,
         _means(hosts),
         _means(beside),
+        _means(unsteady),
         tuple(used["ceiling"].dropna()),
         max(sizes, default=None),
         len(used) > 0,

@@ -400,4 +400,5 @@ _TABLES: dict[str, Callable[[Results, Path, str], str]] = {
     "lengths": _lengths,
     "epochs": epochs_table.markdown,
     "nvidia": _nvidia,
+    "megatron": scopes.megatron,
 }

@@ -1,4 +1,4 @@
-"""Megatron's scopes of CUDA graphs beside this repository's variants, and all scopes of one model beside eager."""
+"""Megatron's scopes of CUDA graphs beside this repository's variants, all scopes of one model, and Megatron's own."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
 from graph_worth.harness.files.facts import stem
 from graph_worth.harness.judge import PASS
-from graph_worth.harness.pages.cells import hosts_text, span
+from graph_worth.harness.pages.cells import cell, gib, hosts_text, span
 
 
 class Scope(NamedTuple):
@@ -91,3 +91,27 @@ def _measured(results, page, scope):
         gpu = in_markdown(headlines.short(hosts["gpu"].iloc[0]))
         texts.append(f"{gain}, {hosts_text(len(hosts), len(hosts), word=gpu)}")
     return texts
+
+
+def megatron(results: Results, page: Path, argument: str = "") -> str:
+    """The newest run with Megatron-Core's build of a model beside ours; argument: best, for a sentence alone."""
+    points = results.points[(results.points["gpu"] != "CPU") & (results.points["status"] == PASS)]
+    points = points[points["run"].isin(points["run"][points["build"] == "megatron"]) & ~points["control"]]
+    if not len(points):
+        return "No run has measured it yet."
+    points = points[points["run"] == points.sort_values("begin_utc")["run"].iloc[-1]]
+    if argument:
+        named = []
+        for build in ("", "megatron"):
+            of_build = points[points["build"] == build].sort_values("ms")
+            best, eager = of_build.iloc[0], of_build[of_build["variant"] == of_build["base"]].iloc[0]
+            named.append(f"`{best['variant']}` takes {best['ms']:.1f} ms, its eager step {eager['ms']:.1f} ms")
+        where = f"one {headlines.short(points['gpu'].iloc[0])}"
+        return f"In one run on {where}, our {named[0]}. Megatron-Core's {named[1]}."
+    lines = []
+    for point in points.sort_values(["build", "ms"], ascending=[True, False]).to_dict("records"):
+        gain = f"{cell(point['ratio'], '.3f', 'x')} ({cell(point['low'], '.3f')} to {cell(point['high'], '.3f')})"
+        numbers = [cell(point[name], ".1f") for name in ("ms", "issue_ms", "busy_ms")]
+        name = tables.linked_file(point["variant"], point["path"], page)
+        lines.append([name, *numbers, gain if point["ratio"] > 0 else "", gib(point["alone_bytes"])])
+    return tables.markdown(["variant", "step ms", "host ms", "GPU busy ms", "gain over its eager", "GiB alone"], lines)

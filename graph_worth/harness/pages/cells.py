@@ -50,15 +50,21 @@ def span(low: float | None, high: float | None, form: str = "", unit: str = "") 
     return f"{' to '.join(dict.fromkeys(ends))}{unit}" if all(ends) else ""
 
 
-def beside(low: float | None, high: float | None, quiet: tuple[float | None, float | None], form: str = ".3f") -> str:
+def beside(
+    low: float | None,
+    high: float | None,
+    quiet: tuple[float | None, float | None],
+    form: str = ".3f",
+    words: str = "beside other work",
+) -> str:
     """Return the range beside other work, behind the range `quiet`: its upper end alone where that is the news."""
     if low is None or high is None or is_missing(low):
         return ""
     end, (quiet_low, quiet_high) = cell(high, form, "x"), quiet
     is_news = quiet_high is not None and high > quiet_high and end != cell(quiet_high, form, "x")
     if is_news and quiet_low is not None and low >= quiet_low:
-        return f"beside other work to {end}"
-    return f"beside other work {span(low, high, form, 'x')}"
+        return f"{words} to {end}"
+    return f"{words} {span(low, high, form, 'x')}"
 
 
 def with_span(value: float | None, low: float | None, high: float | None) -> str:

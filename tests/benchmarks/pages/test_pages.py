@@ -189,13 +189,24 @@ def test_a_run_that_does_not_count_stands_beside_the_headline_or_in_a_note(tmp_p
     path.unlink()
     write(run, path.parent)
     line, row = table("front", tmp_path).splitlines()[-1], table("model", tmp_path, "gpt3").splitlines()[-1]
-    more = "; beside other work to 2.86x" if standing == "beside" else ""
-    assert f"| 10.00 | 1.25x{more} |  | one unknown H200 |" in line
+    words = "beside other work" if standing == "beside" else "unsteady"
+    assert f"| 10.00 | 1.25x; {words} to 2.86x |  | one unknown H200 |" in line
     more = "; beside other work to 2.857x" if standing == "beside" else ""
     note = "no audits, no control, no ceiling"
     note += "" if standing == "beside" else "; not counted: 2.857x (eager in blocks takes 2.00 times as long as alone)"
     gain, fastest = f"1.250x (1.250 to 1.250), one unknown host{more}", "capture each layer; bitwise"
     assert f"| {gain} |  | {fastest} | {note} |" in row
+
+
+def test_a_workload_of_unsteady_runs_alone_has_a_line_that_says_so_and_none_where_a_correction_takes_them_out(tmp_path):
+    run = made_run(ms={"eager": 20.0, "graph_layer": 7.0})
+    run.builds[""].variants["eager"].alone = Alone(peak_reserved_bytes=0, step_ms=[10.0] * 20)
+    path = write(run, tmp_path / "h200x1/gpt3-bench")
+    line = table("front", tmp_path).splitlines()[-1]
+    assert "| 20.00 | unsteady 2.86x |  | one H200 |" in line
+    files = f'[[published]]\nkind = "unclean"\nwhy = "no engine"\nfile = "{path.name}"\nruns = ["{path.stem}"]\n'
+    (tmp_path / "corrections.toml").write_text(f'{files}says = "x"\ncorrect = "y"\n')
+    assert table("front", tmp_path) == readme.NOTHING
 
 
 def test_the_whole_range_beside_other_work_stands_there_where_its_end_is_no_news():
@@ -266,7 +277,7 @@ def test_pages_have_one_range_a_workload(found):
             ]
             if len(same) == 1:
                 compared += 1
-                assert tables.gain_range(same[0]) == gain.text.removeprefix(f"{gain.gpu} ")
+                assert tables.gain_range(same[0]) == gain.text.removeprefix(f"{gain.gpu} ").partition("; unsteady")[0]
     assert compared >= 3
     keys = [(row.workload, row.machine, row.variant, row.base) for row in rows]
     assert len(keys) == len(set(keys)), "one row, one range"
@@ -507,6 +518,21 @@ def test_scopes_of_a_model_say_what_each_gains_needs_and_leaves_to_the_host(tmp_
     assert eager.startswith("| `eager` | nothing | [llama31/bench](") and " (H200) | base | " in eager
     assert attn.startswith("| `graph_attn` | norm, attention, residual | ") and " | 1.11x | " in attn
     assert step.startswith("| `graph_step` | ") and " | 1.25x | " in step
+
+
+def test_megatrons_builds_stand_beside_ours_of_the_newest_run_alone(tmp_path):
+    put(tmp_path, 0, ms=MS)
+    assert table("megatron", tmp_path) == "No run has measured it yet."
+    run = made_run(id="20261125T101503Z-a7d396c1", ms=MS, alone={"eager": 2**30})
+    ms = {"eager": 12.0, "megatron_full": 9.0, "megatron_te": 10.0}
+    run.builds["megatron"] = made_run(names=tuple(ms), ms=ms).builds[""]
+    write(run, tmp_path / FOLDER)
+    eager, layer, *theirs = table("megatron", tmp_path).splitlines()[2:]
+    assert eager.endswith("| 10.0 |  |  |  | 1.0 |") and "| 8.0 |  |  | 1.250x (1.250 to 1.250) |" in layer
+    assert ["| 12.0 |" in theirs[0], "1.200x" in theirs[1], "1.333x" in theirs[2]] == [True] * 3
+    sentence = "In one run on one H200, our `graph_layer` takes 8.0 ms, its eager step 10.0 ms. Megatron-Core's "
+    sentence += "`megatron_full` takes 9.0 ms, its eager step 12.0 ms."
+    assert table("megatron", tmp_path, "best") == sentence
 
 
 def test_memory_of_parameterized_launches_stands_beside_that_of_the_runs_other_variants(tmp_path):
