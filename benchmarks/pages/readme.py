@@ -133,7 +133,7 @@ def _launch(results, page, argument):
         return NOTHING
     text = f"Our hosts need {span(times.min(), times.max(), '.0f')} us to launch a kernel of an eager step, "
     text += f"{times.median():.0f} us in the median. "
-    return f"{text}Let `make watch` measure yours: if your kernels take less on average, capture the step."
+    return f"{text}`make watch` measures yours. If your kernels take less than your host's launch, capture the step."
 
 
 def _needs(results, page, argument):
