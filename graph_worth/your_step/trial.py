@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graph_worth import made_variant as variants
 from graph_worth.capture.asking import answering
@@ -33,11 +34,23 @@ MOST_SHARE, NUM_COURSES = 0.25, 4
 
 @contextlib.contextmanager
 def _noting_other_kernels():
-    """Yield a list that gets the warnings of operators within it that have no deterministic kernel."""
+    """Yield a list that gets a line for each operator within it that has no deterministic kernel.
+
+    torch warns of all but cuDNN's recurrent layers, whose kernels are deterministic with a variable alone.
+    """
     messages: list[str] = []
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        yield messages
+
+    def note(module, _):
+        if isinstance(module, torch.nn.RNNBase) and torch_settings.WORKSPACE not in os.environ:
+            messages.extend("cuDNN" for weight in module.parameters() if torch.backends.cudnn.is_acceptable(weight))
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            yield messages
+    finally:
+        hook.remove()
     texts = [str(warning.message) for warning in seen]
     messages += [text for text in texts if re.match(torch_settings.OTHER_KERNEL, text)]
 

@@ -1,5 +1,6 @@
 """`graphed`: trains as eager does, or refuses before a wrong loss reaches the caller. On a CPU with host graphs."""
 
+import os
 import copy
 import functools
 import importlib.util
@@ -546,6 +547,47 @@ def test_a_step_without_a_loss_is_compared_by_its_state():
     with pytest.raises(CaptureError, match=r"differs from eager's|two eager steps from one state differ"):
         for _ in range(3):
             ours(torch.ones(3))
+
+
+@torch.library.custom_op("tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """As a kernel that gives other bits each time, in a graph too."""
+    return x * (1 + 1e-5 * torch.frombuffer(bytearray(os.urandom(x.numel())), dtype=torch.uint8).view(x.shape))
+
+
+@pytest.mark.parametrize("variable", ["", ":4096:8"])
+def test_recurrent_layers_of_cudnn_may_give_other_bits_each_time_without_a_variable(variable, monkeypatch):
+    """torch does not warn of them."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda weight: True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if variable:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", variable)
+
+    class Noisy(nn.LSTM):
+        def forward(self, x):
+            hidden, last = super().forward(x)
+            hidden.register_hook(noisy)
+            return hidden, last
+
+    torch.manual_seed(1)
+    model = Noisy(8, 16, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x)[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    ours = graphed(step, [model, optimizer], cpu="host_graph")
+    losses = [float(ours(torch.full((4, 9, 8), 0.1))) for _ in range(3)]
+    if variable:
+        with pytest.raises(CaptureError, match=r"differs from eager's|two eager steps from one state differ"):
+            ours(torch.full((4, 9, 8), 0.1))
+        return
+    losses += [float(ours(torch.full((4, 9, 8), 0.1))) for _ in range(5)]
+    assert ours.replays == 5 and losses == sorted(losses, reverse=True)
 
 
 def test_a_cpu_stays_eager_and_says_so_once():
