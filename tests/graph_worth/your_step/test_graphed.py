@@ -1,10 +1,10 @@
 """`graphed`: trains as eager does, or refuses before a wrong loss reaches the caller. On a CPU with host graphs."""
 
-import os
 import copy
 import functools
 import importlib.util
 import itertools
+import os
 import random
 import re
 import subprocess
