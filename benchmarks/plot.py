@@ -23,7 +23,7 @@ def draw(results: frame.Results, folder: Path) -> tuple[dict[str, str], dict[str
     from benchmarks.figures import roofline, style, sweep
 
     drawn, left_out = {}, {}
-    figures = roofline.FIGURES | sweep.figures(results)
+    figures = {"roofline": roofline.draw, **sweep.figures(results)}
     for path in folder.glob("sweep-*.svg"):
         if path.stem not in figures:
             path.unlink()

@@ -1,20 +1,21 @@
 """The launch roofline: each graph's gain by the mean kernel of its eager step, with a line for each kind of host."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.figures import style
-from benchmarks.figures.style import FAINT, INK, SMALL, NotDrawn, Page
+from benchmarks.figures.style import FAINT, INK, PALE, SMALL, NotDrawn, Page
 from benchmarks.frame import Results
 from benchmarks.pages import headlines, roofline
 from graph_worth.harness.pages.cells import counted
 from graph_worth.harness.pages.roofline import GAINS, HOSTS, KERNELS, limits, line, ticks
+from graph_worth.harness.standing import SLOWED
 
-# One for each workload in the order of its name, read on light and dark pages; others share the last.
-COLOURS = "#3f87c6", "#d97a16", "#2b9a58", "#d9455f", "#9a6fc9", "#a8734d", "#cf6bb3", "#1f9aa8", "#8f8f1f", "#858585"
-ONE, SEVERAL = 5.0, 8.0  # points: a mark of one GPU, and of several
+# One for each workload in the order of its name, also apart for the colour-blind; others share the last.
+COLOURS = "#ea8a64", "#298630", "#fa0007", "#7859be", "#d7a2ff", "#0299d3", "#e6b909", "#175fff", "#858585"
+ONE, SEVERAL, SLOW = 4.3, 7.0, 3.0  # points: a mark of one GPU, of several, and of a slowed eager
 LEFT, TALL, ROW, COLUMNS = 0.62, 3.5, 0.2, 2  # inches
 
 
@@ -24,46 +25,53 @@ def draw(results: Results) -> Page:
     if not len(points):
         raise NotDrawn("no graph on a GPU has a gain and a profile")
     names = [headlines.title_of(*where) for where in points[["model", "preset", "swept_label"]].itertuples(index=False)]
-    points = points.assign(name=names, short=points["gpu"].map(headlines.short))
+    points = points.assign(name=names, short=points["gpu"].map(headlines.short), slow=points["standing"] == SLOWED)
     # Workloads with most points first: those beyond the colours share one.
+    names = [*points["name"][~points["slow"]]]
     most = sorted(set(names), key=lambda name: (-names.count(name), name))
-    order = sorted(most[: len(COLOURS) - 1])
+    order = sorted(most[: len(COLOURS) - 1]) + ["others"] * (len(most) >= len(COLOURS))
     colours = dict(zip(order, COLOURS, strict=False))
-    if set(names) - set(order):
-        colours["others"] = COLOURS[-1]
     markers = dict(zip(sorted(set(points["short"]), reverse=True), style.MARKS, strict=False))
-    error = (points["program_ratio"] / points["predicted"] - 1).abs()
     note = (
-        "A mark is a graph in one run. Lines: gain = the host's time to launch a kernel / the mean kernel, never "
-        f"below 1. Graphs lie {100 * error.median():.0f} % (median) from the line of their own host. "
-        "Hollow: in no headline, by other work, the pace of the host or a known fault. "
-        "With a rim: compiled code, with its graph's gain over it."
-    )
+        "Each mark is one graph in one run. A line is the gain of a host that needs {}, {}, {} or {} us to launch a "
+        "kernel. Filled marks count for the headlines. Hollow and grey ones do not: other work ran, eager's time was "
+        "not steady, a variable slowed eager, or the file has another fault."
+    ).format(*HOSTS)
+    filled, grey = points["counts"].sum(), points["slow"].sum()
     footer = f"{counted(len(points), 'graph')} in {counted(points['run'].nunique(), 'run')} on "
-    footer += f"{counted(points['host'].nunique(), 'host')}, {int(points['counts'].sum())} on quiet or unknown hosts"
-    rows = math.ceil((len(colours) + len(markers) + 2) / COLUMNS)
+    footer += f"{counted(points['host'].nunique(), 'host')}: {filled} filled, {grey} grey"
+    rows = math.ceil((len(colours) + len(markers) + 3) / COLUMNS)
     title = "A graph gains where the mean kernel is shorter than the host's time to launch one"
     page = Page(title, note, footer, TALL + 0.65 + ROW * rows)
-    axes = page.axes(LEFT, 0.1, page.WIDTH - page.MARGIN - LEFT, TALL)
+    wide = page.WIDTH - page.MARGIN - LEFT
+    axes = page.axes(LEFT, 0.1, wide, TALL)
     across, up = limits(points["kernel_us"], points["program_ratio"])
-    axes.set(xscale="log", yscale="log", xlim=across, ylim=up)
-    axes.set_xlabel("mean kernel of the eager step, us")
+    axes.set(xscale="log", yscale="log", xlim=across, ylim=up, xlabel="mean kernel of the eager step, us")
     axes.set_ylabel("gain", labelpad=1)
     axes.grid(True)
-    mark(axes.xaxis, KERNELS, "", page.WIDTH - page.MARGIN - LEFT)
+    mark(axes.xaxis, KERNELS, "", wide)
     mark(axes.yaxis, GAINS, "x", TALL)
+    angle = math.degrees(math.atan2(-TALL / math.log(up[1] / up[0]), wide / math.log(across[1] / across[0])))
+    along = {"ha": "center", "va": "center", "rotation": angle, "rotation_mode": "anchor", "color": INK}
+    along["bbox"] = {"facecolor": "#ffffff", "edgecolor": "none", "pad": 1}
     for host_us in HOSTS:
-        axes.plot(*zip(*line(host_us, across), strict=True), color=FAINT, linewidth=1.0, zorder=2, gid="host")
-        axes.text(host_us, 0.97, f"{host_us} us", color=INK, fontsize=SMALL, ha="center", va="top")
-    for point in points.sort_values("counts").itertuples():
-        colour = colours.get(point.name, COLOURS[-1])
-        look = {"color": colour, "mfc": colour if point.counts else "#ffffff", "marker": markers[point.short]}
-        look["mec"] = colour if point.program == point.base else INK
-        size = ONE if point.ranks == 1 else SEVERAL
-        axes.plot(point.kernel_us, point.program_ratio, markersize=size, zorder=3 + point.counts, gid="point", **look)
-    marks = [(name, "s", colour, ONE) for name, colour in colours.items()]
+        corners = line(host_us, across, up[1])
+        axes.plot(*zip(*corners, strict=True), color=FAINT, linewidth=1.0, zorder=2, gid="host")
+        at = max(2 * across[0], 1.35 * corners[0][0])
+        axes.text(at, host_us / at, f"host {host_us} us", fontsize=SMALL, **along)
+    points = points.sort_values(["counts", "slow", "ranks", "kernel_us"], ascending=[True, False, False, True])
+    for point in points.itertuples():
+        colour = PALE if point.slow else colours.get(point.name, COLOURS[-1])
+        marker = markers[point.short] if point.program == point.base else style.COMPILED
+        size = SLOW if point.slow else ONE if point.ranks == 1 else SEVERAL
+        # Filled marks have a rim of the page's colour, which parts them from each other.
+        look = {"mfc": colour, "mec": "#ffffff", "mew": 0.5} if point.counts else {"mfc": "#ffffff", "mec": colour}
+        look["markersize"] = size + point.counts
+        axes.plot(point.kernel_us, point.program_ratio, marker, color=colour, zorder=4, gid="point", **look)
+    marks = [(name, "o", colour, ONE) for name, colour in colours.items()]
     marks += [(name, marker, INK, ONE) for name, marker in markers.items()]
-    legend(page, [*marks, ("several GPUs", "o", INK, SEVERAL)], 0.1 + TALL + 0.55)
+    marks += [("compiled code", style.COMPILED, INK, ONE), ("several GPUs", "o", INK, SEVERAL)]
+    legend(page, [*marks, ("eager slowed by a variable", "o", PALE, SLOW)], 0.1 + TALL + 0.55)
     return page
 
 
@@ -83,10 +91,8 @@ def legend(page: Page, parts: Sequence[tuple[str, str, str, float]], top: float)
     axes.set_axis_off()
     for index, (text, marker, colour, size) in enumerate(parts):
         column, row = divmod(index, rows)
-        axes.plot(column * width + 0.1, ROW * (row + 0.5), color=colour, marker=marker, markersize=size, gid="legend")
+        look = {"color": colour, "mfc": "#ffffff" if colour == PALE else colour, "markersize": size}
+        axes.plot(column * width + 0.1, ROW * (row + 0.5), marker, gid="legend", **look)
         while style.width_of(text, SMALL) > width - 0.3:
             text = f"{text.removesuffix('...')[:-1]}..."
         axes.text(column * width + 0.25, ROW * (row + 0.5), text, va="center", fontsize=SMALL)
-
-
-FIGURES: dict[str, Callable[[Results], Page]] = {"roofline": draw}

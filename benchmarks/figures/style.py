@@ -14,11 +14,11 @@ from matplotlib.textpath import text_to_path
 from graph_worth.text import lines, printable
 
 DPI = 120
-INK, FAINT, GRID = "#222222", "#666666", "#e4e4e4"
-# A marker for each type of GPU.
-MARKS = "oDs^vPh*"
+INK, FAINT, PALE, GRID = "#222222", "#666666", "#b4b4b4", "#e4e4e4"
+# A marker for each type of GPU, and that of compiled code on any.
+MARKS, COMPILED = "oD^vPh*", "s"
 # The colours on a dark page.
-DARK = {"#ffffff": "#0d1117", INK: "#e6edf3", FAINT: "#9da7b3", GRID: "#2d333d"}
+DARK = {"#ffffff": "#0d1117", INK: "#e6edf3", FAINT: "#9da7b3", PALE: "#5f6771", GRID: "#2d333d"}
 
 SMALL = 8.5  # points: labels of marks
 
@@ -76,12 +76,8 @@ class Page:
 
     def _lines(self, y, step, lines, **style):
         for index, line in enumerate(lines):
-            self.text(self.MARGIN, y + step * index, line, **style)
-
-    def text(self, x: float, y: float, text: str, **style):
-        """Text whose top left corner is at inches."""
-        where = x / self.WIDTH, 1 - (self.top + y) / self.height
-        return self.figure.text(*where, text, **{"va": "top", **style})
+            up = 1 - (self.top + y + step * index) / self.height
+            self.figure.text(self.MARGIN / self.WIDTH, up, line, va="top", **style)
 
     def axes(self, left: float, top: float, width: float, height: float):
         """Axes at inches."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks import crossing
 from benchmarks.figures import roofline
-from benchmarks.figures.style import FAINT, INK, SMALL, Page
+from benchmarks.figures.style import FAINT, Page
 from benchmarks.frame import Results
 from benchmarks.pages import headlines, sweeps
 from graph_worth.harness.pages.cells import counted
@@ -26,13 +26,13 @@ def draw(swept: sweeps.Sweep) -> Page:
     points, curves = swept.timed, swept.curves
     first, ends = points.iloc[0], " ".join(swept.sentences)
     name = headlines.title_of(swept.model, first["preset"], first["swept_label"])
-    note = "Bars: 95 % intervals. Below a mark: the mean kernel of eager in us. Dashed: 1.05x. Hollow: in no headline."
+    note = f"Bars are 95 % intervals. The dashed line is {crossing.LEAST_GAIN}x. Hollow marks are in no headline."
     title = f"{name}: {ends}"
     if len(curves) > 1:
         title, note = f"{name}: gain of a graph by {swept.over}", f"{note} {ends}"
     footer = f"{swept.variant}, {swept.words}; {counted(len(points), 'point')} on {counted(len(curves), 'host')}"
     rows_of_legend = math.ceil(len(curves) / roofline.COLUMNS) if len(curves) > 1 else 0
-    page = Page(title, note, footer, TALL + 0.6 + roofline.ROW * rows_of_legend)
+    page = Page(title, note, footer, TALL + 0.75 + roofline.ROW * rows_of_legend)
     wide = page.WIDTH - page.MARGIN - LEFT
     axes = page.axes(LEFT, 0.1, wide, TALL)
     values = sorted({*map(int, points["value"])})
@@ -40,10 +40,12 @@ def draw(swept: sweeps.Sweep) -> Page:
     # The interval of few cycles may be as wide as it likes; the marks have to be seen.
     up = 0.9 * max(low, 0.5 * points["ratio"].min()), min(high, 3 * points["ratio"].max())
     axes.set(xscale="log", yscale="log", xlim=(values[0] / 1.3, values[-1] * 1.3), ylim=up)
-    axes.set_xlabel("tokens" if swept.over == "sequence" else swept.over)
+    axes.set_xlabel(f"{'tokens' if swept.over == 'sequence' else swept.over}, and below the mean kernel of eager in us")
     axes.set_ylabel("gain", labelpad=1)
     axes.grid(True)
     roofline.mark(axes.xaxis, values, "", wide)
+    kernels = points.groupby("value")["kernel_us"].median().dropna().map("{:.0f}".format)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}\n{kernels.get(value, '')}")
     roofline.mark(axes.yaxis, roofline.GAINS, "x", TALL)
     axes.axhline(crossing.LEAST_GAIN, color=FAINT, linewidth=1.0, linestyle="--", zorder=2, gid="least")
     rows = []
@@ -54,10 +56,6 @@ def draw(swept: sweeps.Sweep) -> Page:
             axes.plot([point.value] * 2, [point.low, point.high], color=colour, linewidth=1.2, zorder=3, gid="interval")
             mfc = colour if point.standing in COUNTED else "#ffffff"
             axes.plot(point.value, point.ratio, "o", color=colour, mfc=mfc, markersize=5, zorder=4, gid="point")
-            if len(rows) == 1 and point.kernel_us > 0:
-                text = f"{point.kernel_us:.0f}"
-                where = {"textcoords": "offset points", "xytext": (0, -7), "ha": "center", "va": "top"}
-                axes.annotate(text, (point.value, point.ratio), fontsize=SMALL, color=INK, zorder=5, **where)
     if len(curves) > 1:
-        roofline.legend(page, rows, 0.1 + TALL + 0.5)
+        roofline.legend(page, rows, 0.1 + TALL + 0.65)
     return page

@@ -4,7 +4,9 @@ import re
 from unittest import mock
 from xml.etree import ElementTree
 
+from matplotlib.path import Path
 from matplotlib.text import Text
+from matplotlib.transforms import Affine2D, BboxTransformTo
 
 from benchmarks.figures import style
 
@@ -18,30 +20,30 @@ def words(page):
     return [text.get_text() for text in texts(page)]
 
 
-def extents(page):
-    """(text, its box in pixels) of what is really drawn: axes also keep labels of ticks beyond their limits."""
-    drawn = []
-    draw = Text.draw
+def outline(text):
+    """The path around a text in pixels, which may be slanted; texts whose edges touch are apart."""
+    angle, anchor = text.get_rotation(), text.get_transform().transform(text.get_position())
+    text.set_rotation(0)
+    level = BboxTransformTo(text.get_window_extent().padded(-0.5, -1))
+    text.set_rotation(angle)
+    return (level + Affine2D().rotate_deg_around(*anchor, angle)).transform_path(Path.unit_rectangle())
 
-    def record(text, renderer):
-        drawn.append(text)
-        draw(text, renderer)
 
-    with style.applied(), mock.patch.object(Text, "draw", record):
+def outlines(page):
+    """(text, its outline) of what is really drawn: axes also keep labels of ticks beyond their limits."""
+    with style.applied(), mock.patch.object(Text, "draw", autospec=True, side_effect=Text.draw) as draw:
         page.figure.canvas.draw()
+        drawn = [call.args[0] for call in draw.call_args_list]
         shown = [text for text in drawn if text.get_visible() and text.get_text().strip()]
-        return [(text.get_text(), text.get_window_extent().extents) for text in shown]
+        return [(text.get_text(), outline(text)) for text in shown]
 
 
 def assert_inside_and_apart(page, name):
-    width, height = page.figure.bbox.width, page.figure.bbox.height
-    boxes = extents(page)
-    for text, (x0, y0, x1, y1) in boxes:
-        assert x0 > -1 and x1 < width + 1 and y0 > -1 and y1 < height + 1, (name, text)
-    for index, (first, (ax0, ay0, ax1, ay1)) in enumerate(boxes):
-        for second, (bx0, by0, bx1, by1) in boxes[index + 1 :]:
-            apart = ax1 <= bx0 + 1 or bx1 <= ax0 + 1 or ay1 <= by0 + 2 or by1 <= ay0 + 2
-            assert apart, (name, first, second)
+    drawn = outlines(page)
+    for index, (text, path) in enumerate(drawn):
+        assert page.figure.bbox.count_contains(path.vertices) == 5, (name, text)
+        for second, beside in drawn[index + 1 :]:
+            assert not path.intersects_path(beside), (name, text, second)
 
 
 def luminance(colour):

@@ -4,6 +4,7 @@ import math
 import re
 from functools import lru_cache
 
+import numpy
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -17,10 +18,10 @@ from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
 from graph_worth.harness.judge import judged
 from graph_worth.harness.pages import roofline as rule
+from graph_worth.harness.standing import SLOWED
 from tests.helpers.drawn_pages import assert_inside_and_apart, assert_reads_on_both_pages, texts, words
 from tests.helpers.made_run import made_run, put_sweep, write
 
-GPUS = ("H100", "H200")
 WANDERING = [18.0, 19.0, 20.0, 21.0]
 
 
@@ -42,10 +43,10 @@ def published():
     return frame.load(ROOT / "results")
 
 
-def page_of(root, name="roofline"):
+def page_of(root):
     found = published() if root == ROOT / "results" else frame.load(root)
     with style.applied():
-        return roofline.FIGURES[name](found)
+        return roofline.draw(found)
 
 
 def marks(page, gid):
@@ -74,11 +75,14 @@ def test_a_mark_stands_at_the_mean_kernel_of_eager_and_the_gain_of_its_graph(sev
 
 def test_a_line_is_the_roof_of_a_host(several):
     page = page_of(several)
-    lines = [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in marks(page, "host")]
-    assert len(lines) == len(roofline.HOSTS)
-    for host_us, line in zip(roofline.HOSTS, lines, strict=True):
-        assert all(gain == pytest.approx(max(1.0, host_us / us)) for us, gain in line) and (host_us, 1.0) in line
-    assert {f"{host_us} us" for host_us in roofline.HOSTS} <= set(words(page))
+    drawn, labels = marks(page, "host"), page.figure.axes[0].texts
+    assert [text.get_text() for text in labels] == [f"host {host_us} us" for host_us in roofline.HOSTS]
+    for host_us, line, text in zip(roofline.HOSTS, drawn, labels, strict=True):
+        corners = [*line.get_xydata(), text.get_position()]
+        assert all(gain == pytest.approx(max(1.0, host_us / us)) for us, gain in corners)
+        assert (host_us, 1.0) in map(tuple, corners)
+        across, up = numpy.diff(line.axes.transData.transform(corners[:2]), axis=0)[0]
+        assert math.tan(math.radians(text.get_rotation())) == pytest.approx(up / across) and up < 0
 
 
 def test_marks_tell_hosts_gpus_and_ranks_apart():
@@ -86,10 +90,19 @@ def test_marks_tell_hosts_gpus_and_ranks_apart():
     lines = marks(page, "point")
     filled = sum(line.get_markerfacecolor() != "#ffffff" for line in lines)
     assert len(lines) == len(drawn) and 0 < filled == drawn["counts"].sum() < len(drawn)
-    assert sum(line.get_markersize() == roofline.SEVERAL for line in lines) == (drawn["ranks"] > 1).sum() > 0
-    wanted = sorted(drawn["gpu"].map(headlines.short).value_counts())
+    slow, compiled = drawn["standing"] == SLOWED, drawn["program"] != drawn["base"]
+    big = sum(line.get_markersize() >= roofline.SEVERAL for line in lines)
+    assert big == ((drawn["ranks"] > 1) & ~slow).sum() > 0
+    assert f": {filled} filled, {slow.sum()} grey" in " ".join(words(page))
+    # Slowed runs are small, hollow, of no workload, and below all others.
+    looks = {(line.get_color(), line.get_markerfacecolor(), line.get_markersize()) for line in lines[: slow.sum()]}
+    assert looks == {(style.PALE, "#ffffff", roofline.SLOW)}
+    assert {line.get_color() for line in lines[slow.sum() :]} <= {*roofline.COLOURS}
+    assert sum(line.get_marker() == style.COMPILED for line in lines) == compiled.sum() > (compiled & slow).sum()
+    wanted = sorted(drawn["gpu"][~compiled].map(headlines.short).value_counts())
     assert sorted(sum(line.get_marker() == mark for line in lines) for mark in style.MARKS[:2]) == wanted
-    assert set(GPUS) <= set(words(page)) and {"GPT-3 175B", "Muon", "nanoGPT"} <= set(words(page))
+    assert all(axes.get_axisbelow() is True for axes in page.figure.axes)
+    assert {"H100", "H200"} <= set(words(page)) and {"GPT-3 175B", "Muon", "nanoGPT"} <= set(words(page))
 
 
 def test_workloads_beyond_the_colours_share_one(tmp_path):
@@ -198,11 +211,10 @@ def test_letters_can_be_read_at_the_width_of_a_telephone():
 
 @pytest.mark.parametrize("root", ["made", "published"])
 def test_texts_are_whole_and_apart_and_read_on_light_and_dark_pages(root, several, tmp_path):
-    for name in roofline.FIGURES if root == "published" else ["roofline"]:
-        page = page_of(several if root == "made" else ROOT / "results", name)
-        assert_inside_and_apart(page, name)
-        with style.applied():
-            assert_reads_on_both_pages(style.as_svg(page))
+    page = page_of(several if root == "made" else ROOT / "results")
+    assert_inside_and_apart(page, "roofline")
+    with style.applied():
+        assert_reads_on_both_pages(style.as_svg(page))
 
 
 def test_a_sweep_is_a_curve_and_an_earlier_one_goes(tmp_path):
@@ -225,6 +237,8 @@ def test_a_sweep_is_a_curve_and_an_earlier_one_goes(tmp_path):
     assert sorted(points) == [pytest.approx(point) for point in sorted(wanted.itertuples(index=False))]
     assert len(points) == len(marks(page, "interval")) == 7 and len(marks(page, "curve")) == 2
     assert marks(page, "least")[0].get_ydata()[0] == crossing.LEAST_GAIN
+    kernels = swept.timed.groupby("value")["kernel_us"].median()
+    assert {f"{value}\n{us:.0f}" for value, us in kernels.items()} <= {*words(page)}
     note = " ".join(words(page))
     assert all(text in note for text in swept.sentences)
     assert "At 512 tokens (67 us a kernel) and above, a gain of 5 % is not certain" in swept.sentences[0]
@@ -285,12 +299,6 @@ def test_steps_of_users_and_models_without_a_submission_have_their_names(tmp_pat
     put(tmp_path, 1, model=OWN_STEP, label="mine-build", boot="c")
     put(tmp_path, 2, model="my_model", boot="d")
     assert {"nanoGPT", "mine", "my_model"} <= set(words(page_of(tmp_path)))
-
-
-def test_the_grid_lies_below_the_marks():
-    for name in roofline.FIGURES:
-        for axes in page_of(ROOT / "results", name).figure.axes:
-            assert axes.get_axisbelow() is True
 
 
 def test_runs_on_a_cpu_are_not_drawn(tmp_path, capsys):
