@@ -6,78 +6,50 @@ The training loop without graphs, as the loop at the end of this file and `eager
         for microbatch in range(num_microbatches):
             hidden = embedding(tokens[microbatch])
             for layer in layers:
-                x = layer.attention(hidden)
+                x = layer.attention(hidden, inputs)           # inputs: rotary tables, bounds of packed documents
                 y, routed = layer.route(x)                    # y: normalised x; routed: each token's experts, weights
                 plan = layer.preprocess(routed)               # the order of the experts' rows
                 hidden = layer.mix(x, y, routed, plan)        # rows to experts, two grouped GEMMs, rows back
             loss(hidden, targets[microbatch]).backward()      # microbatch 0 overwrites main_grad, others add to it
-        sum over ranks(main_grad of all but the experts)      # with --ep
+        all_reduce(main_grad)                                 # with --ep: of all but the experts
         clip(main_grad), adam(main_grad)
 
-main_grad is a buffer that never moves. A layer's own backward writes it, or a hook, which then sets p.grad to None;
-with plain p.grad: make it before the capture, zero it in place. No token is dropped, and only the device knows how many
-tokens an expert gets. Shapes are fixed all the same: a token makes top_k rows, rows are sorted by expert, and
-torch._grouped_mm reads on the device where each expert's rows end. So a graph can hold the layer. With --ep `mix` reads
-row counts on the host, as Megatron does for its exchange. No graph can hold that: graph_layer and graph_step refuse
---ep above 1. Graphs that stop before `mix` allow it.
+main_grad is a buffer that never moves, because a graph holds its address. The backward of our GEMMs writes it directly;
+a hook copies the other gradients there and sets p.grad to None. If you keep plain p.grad, allocate it before the
+capture and zero it in place.
 
-Captured, a forward and a backward graph for each layer and microbatch, by
+No token is dropped, and only the GPU knows how many tokens an expert gets. Shapes are fixed all the same: a token makes
+top_k rows, rows are sorted by expert, and torch._grouped_mm reads on the GPU where each expert's rows end. So a graph
+can hold the layer. With --ep `mix` reads row counts on the host, as Megatron does for its exchange. No graph can hold
+that, so graph_layer and graph_step refuse --ep above 1. Graphs that stop before `mix` allow it.
+
+Captured, a forward and a backward graph for each layer and microbatch (section 3):
     graph_attn                       attention: hidden -> x
     graph_attn_router                attention and route: hidden -> x, y, routed
     graph_attn_router_preprocess     attention, route and preprocess: hidden -> x, y, routed, plan
     graph_layer                      all four parts: hidden -> hidden
-or one graph, whose inputs and results are buffers of `State`, by
-    graph_step                       all microbatches, embedding, loss, backward, clipping and Adam
-    graph_static                     forward and backward, the ranks' exchange in static buffers (static_buffers.py)
-
-In plain torch, graph_attn in one layer, then graph_step:
-
-    torch.cuda.set_stream(torch.cuda.Stream())                # before all else: captures cannot use the default stream
-    for index in range(3): eager_step(state, index)           # warm-up
-    forward, backward, step = (torch.cuda.CUDAGraph() for _ in range(3))
-    shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
-    shared["capture_error_mode"] = "thread_local"             # other threads, as NCCL's, may call CUDA meanwhile
-    h, grad = torch.zeros(tokens, hidden_size, requires_grad=True), torch.zeros(tokens, hidden_size)  # static
-    with torch.cuda.graph(forward, **shared):
-        x = layer.attention(h)                                # recorded, not run
-    with torch.cuda.graph(backward, **shared):
-        x.backward(grad)                                      # recorded, too: fills h.grad and main_grad
-    # Here each layer keeps x and h.grad in memory; `capture_backward` below shows how later captures may use it.
-
-    class Replayed(torch.autograd.Function):                  # static methods. In a step: Replayed.apply(hidden)
-        def forward(ctx, hidden):
-            h.copy_(hidden); forward.replay(); return x.detach()      # in attention's place
-        def backward(ctx, grad_x):
-            grad.copy_(grad_x); backward.replay(); return h.grad
-    state.reset()                                             # undoes the warm-up in place, since graphs hold addresses
-
-    with torch.cuda.graph(step, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):  # graph_step
-        forward_and_backward(state); state.update()
-    inputs.copy_(batch); step.replay()                        # in a step
+or one graph, whose inputs and results are buffers of `State`:
+    graph_step                       all microbatches with embedding and loss, clipping and Adam (section 4)
+    graph_static                     all microbatches, also with --ep: ranks exchange padded buffers (static_buffers.py,
+                                     which FACTS in config.py lists, so that the command line knows it)
 
 Not captured, and why:
     the batch           it comes from the host, each time from another address
-    the kept loss       each step stores it at another address; a graph always writes to the same ones
-    clip, Adam          by choice: only graph_step shows what they need, learning rate and step count in tensors
-    embedding, loss     eager beside graphs of layers, as the sum over ranks: a few large kernels
-    rest of a layer     by choice: graphs of growing parts show what each part gains. With --ep `mix` has to be eager
+    the kept loss       each step stores it at another address; a graph always writes to the same addresses
+    clip, Adam          by choice: graph_step alone shows what they need, step count and learning rate in tensors
+    embedding, loss     in graphs of layers, with all_reduce: a few large kernels, so there is little to gain
+    rest of a layer     by choice: growing parts show what each part gains. With --ep `mix` has to be eager
 
-Copied in      the batch to state.inputs, by begin_step. For graphs of layers `Replayed` also copies hidden, and the
-               gradients of x, y and routed's weights, to buffers. In graph_layer (chained) a layer's buffer for hidden
-               is the output of the layer before. So a microbatch copies one hidden, the embedding's output, to layer
-               0's buffer, and for every layer the gradient of its output.
-Read in time   a graph's outputs, by the eager rest of the layer (graph_layer: the next layer or the loss), forward and
-               backward, before this layer's backward is replayed. The gradient of hidden, by the eager backward or the
-               copy to the next layer's buffer, before the next backward is replayed. main_grad by Adam, losses and
-               gradient norm by end_step, in their step.
-Reused         by later captures: a layer's activations and outputs, but not hidden, once its backward is captured.
-The CPU waits  for the GPU in no step on one rank; with --ep in each `mix`; in eager_static and graph_static once.
-               Losses are read after the loop.
-Freed          at the end of a run `session` calls reset() of every graph and drops it, which gives the pool back.
+Which to choose: divide an eager step's time by the time in which it keeps the GPU busy (`make bench`: "at most").
+    near 1              The GPU is the limit: leave it eager. At bench it is 1.01, and our graphs gain 1.00 to 1.01x.
+    more, one rank      The host is the limit: take graph_step. At bench, an H100's host launches a step of eager in
+                        17.5 ms, of graph_attn_router_preprocess in 7.5, of graph_layer in 3.6, of graph_step in 0.4.
+    more, with --ep     Take graph_attn_router_preprocess, the largest that ends before `mix`. graph_static lost time.
+Numbers are from results/overview.csv. We quote no gain where the host is the limit: in all such runs of ours
+CUBLAS_WORKSPACE_CONFIG slowed eager (docs/method.md). It also lengthens these launches, but not graph_step's.
 
     python -m moe.train --preset tiny --variant graph_step
-    python -m moe.train --preset bench --variant graph_step       # 8 layers of Qwen3-30B-A3B
-    python -m moe.train --preset gpt_oss --variant graph_step     # GPT-OSS-20B, as many layers as fit
+    python -m moe.train --preset bench --variant graph_step       # 8 layers of Qwen3-30B-A3B; gpt_oss: GPT-OSS-20B
 """
 
 from graph_worth import Training, parse, variant
@@ -138,10 +110,10 @@ def build(config: Config, device: torch.device, ranks) -> Training:
 # For the command line and the harness (graph_worth/contract.py, docs/reading_a_script.md): skip it at first reading.
 @variant("eager", kind="eager", help="kernels launched one by one", parity="bitwise", headline=True)
 def eager_step(state: State, index: int):
-    """Train on batch `index`. On one rank nothing in it waits for the GPU."""
+    """Train on batch `index`. On one rank nothing in it waits for the GPU; with --ep the host waits in each `mix`."""
     state.begin_step(index)  # copies the batch from pinned host memory to state.inputs
     training_step(state)
-    state.end_step(index)  # keeps loss and gradient norm
+    state.end_step(index)  # keeps loss and gradient norm on the GPU; they are read after the loop
 
 
 def training_step(state: State):
@@ -177,6 +149,9 @@ def forward_and_backward(state: State, graphed=None):
 # from them. Every layer has the tuple, in each microbatch, in this order, as far as the graph goes:
 #     x, y [tokens, hidden], weights [tokens, top_k]                               have gradients
 #     experts [tokens, top_k], counts [experts], plan: five tensors (RowPlan)      int32, have none
+# In graph_layer the tuple is the layer's output alone, [tokens, hidden], and there is no rest.
+
+NUM_WITH_GRADIENTS = 3  # x, y and weights: the first outputs, as far as the graph goes
 
 
 @variant(
@@ -247,22 +222,21 @@ def graphed_preprocess(state: State, capture: Capture):
 )
 def graphed_layer(state: State, capture: Capture):
     require_capturable(state.exchange.size, "layer")  # refuses --ep above 1
-    return GraphedLayers(state, capture, lambda layer, hidden, inputs: (layer(hidden, inputs),))  # no rest
+    return GraphedLayers(state, capture, lambda layer, hidden, inputs: (layer(hidden, inputs),))
 
 
 class GraphedLayers:
     """Two graphs for each layer in each microbatch, all in one pool.
 
-    A capture freezes `accumulation.adds`, which is false in microbatch 0 alone, and addresses: the positions and bounds
-    of each microbatch's packed sequences have their own. So microbatches share no graphs. Captures have the order of
-    replays, so microbatches use the same memory in turn.
+    A capture freezes addresses, so layers share no graphs: each has its weights and main_grads. Nor do microbatches:
+    each has its positions and bounds of packed documents, and all but microbatch 0 add to main_grad (accumulation.adds,
+    which a capture freezes, too). Captures have the order of replays, so microbatches use the same memory in turn.
     """
 
     def __init__(self, state: State, capture: Capture, captured, rest=None):
         self.state, pool = state, capture.pool()  # memory that the graphs share
         # Three eager steps: libraries allocate and choose kernels at first use, which must not be in a capture.
-        # `session` undoes them by state.reset before step 0, in place, since graphs hold addresses. All is on one side
-        # stream (graph_worth/measuring/torch_settings.py), eager steps too.
+        # `session` undoes them by state.reset before step 0. All of a run is on one side stream, eager steps too.
         capture.warm_up(eager_step)
         self.graphed: list[list[GraphedLayer]] = [[] for _ in range(state.config.microbatches)]
         grads: list[torch.Tensor] = []  # one set serves all: a backward graph reads it right after it is filled
@@ -272,7 +246,7 @@ class GraphedLayers:
                 for number in range(state.config.layers):
                     before = layers[-1] if layers and not rest else None
                     layers.append(GraphedLayer(pool, state, microbatch, number, captured, rest, before))
-                grads = grads or [torch.zeros_like(output) for output in layers[0].outputs[:3]]  # of x, y, weights
+                grads = grads or [torch.zeros_like(output) for output in layers[0].outputs[:NUM_WITH_GRADIENTS]]
                 for layer in reversed(layers):
                     layer.capture_backward(pool, grads)
 
@@ -292,6 +266,27 @@ class GraphedLayer:
         backward graph    reads grads, hidden and the activations     writes grad_hidden and main_grad
 
     before: the layer whose output is this one's hidden, read where it lies (chained). None: a step copies to hidden.
+    In plain torch, for attention of layer 0 and steps of one microbatch (`Attention` does what `Replayed` does):
+
+        torch.cuda.set_stream(torch.cuda.Stream())       # before all else: captures cannot use the default stream
+        for index in range(3): eager_step(state, index)  # warm-up
+        layer, inputs = state.layers[0], state.inputs_of(0)
+        h, grad = torch.zeros_like(state.embed(0)).requires_grad_(), torch.zeros_like(state.embed(0))  # static buffers
+        forward_graph, backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
+        shared["capture_error_mode"] = "thread_local"    # other threads, as NCCL's, may call CUDA meanwhile
+        with torch.cuda.graph(forward_graph, **shared):
+            x = layer.attention(h, inputs)               # recorded, not run
+        with torch.cuda.graph(backward_graph, **shared):
+            x.backward(grad)                             # recorded, too: fills h.grad and main_grad
+        class Attention(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, hidden): h.copy_(hidden); forward_graph.replay(); return x.detach()
+            @staticmethod
+            def backward(ctx, grad_x): grad.copy_(grad_x); backward_graph.replay(); return h.grad
+        layer.attention = lambda hidden, inputs: Attention.apply(hidden)
+        state.reset()                                    # undoes the warm-up in place, since graphs hold addresses
+        for index in range(num_steps): eager_step(state, index)
     """
 
     def __init__(self, pool, state: State, microbatch: int, number: int, captured, rest, before):
@@ -302,9 +297,9 @@ class GraphedLayer:
             hidden = torch.zeros(c.tokens, c.hidden, dtype=state.dtype, device=state.device)
         # With --lora-rank the embedding is frozen, so layer 0's input needs no gradient.
         self.hidden = hidden.requires_grad_(number > 0 or not c.lora_rank)
-        # The `with torch.cuda.graph(...)` block of the docstring: records the launches, returns (graph, result).
-        # A replay checks that state.static (the tensors of state.inputs) and hidden kept address, shape and strides;
-        # not a chained hidden, which only graphs write.
+        # `with torch.cuda.graph(...)` above: records the launches, returns (graph, result). A replay checks that
+        # state.static (the tensors of state.inputs) and hidden kept address, shape and strides; not a chained hidden,
+        # which only graphs write.
         self.forward, self.outputs = pool.capture(
             lambda: captured(self.layer, self.hidden, state.inputs_of(microbatch)),
             state.static if before else (*state.static, hidden),
@@ -317,10 +312,12 @@ class GraphedLayer:
             lambda: input_gradient(self.hidden, self.outputs[: len(grads)], grads), tuple(grads)
         )
         # A tensor owns its memory: no capture gets it while the tensor lives. `borrow` returns a tensor at the same
-        # address that owns nothing. So this layer gives the memory of outputs and grad_hidden to later captures. That
-        # is safe: captures have the order of replays, and in a step every reader comes before the next replay that
-        # writes there. self.hidden keeps its memory, which the backward graph reads. In graph_layer that is the output
-        # of the layer before, so only the last layer's output is given away.
+        # address that owns nothing, so later captures may use the memory of outputs and grad_hidden, as they do that of
+        # activations. That is safe: replays have the order of captures, and in a step every reader comes before the
+        # next replay that writes there. The eager rest of the layer and its backward read outputs (graph_layer: the
+        # next layer or the loss); the eager backward (graph_layer: the copy to `grads`) reads grad_hidden. self.hidden
+        # keeps its memory, which the backward graph reads. In graph_layer that is the output of the layer before, so
+        # only the last layer's output is given away.
         self.grad_hidden = None if grad_hidden is None else pool.borrow(grad_hidden)
         self.outputs = [pool.borrow(output.detach()) for output in self.outputs]
 
@@ -341,7 +338,11 @@ def input_gradient(hidden, outputs, grads):
 
 
 class Replayed(torch.autograd.Function):
-    """A layer's first parts as an operator of autograd, hidden -> outputs: forward and backward replay their graphs."""
+    """A layer's first parts as an operator of autograd, hidden -> outputs: forward and backward replay their graphs.
+
+    Both first copy what they get to the buffers that their graph reads. In graph_layer hidden is copied for layer 0
+    alone: the layer before writes the hidden of all others.
+    """
 
     @staticmethod
     def forward(ctx, hidden, graphed):
@@ -351,13 +352,13 @@ class Replayed(torch.autograd.Function):
         graphed.forward.replay()
         # New tensor objects on the same memory, since autograd attaches the step's history to the returned objects.
         outputs = tuple(output.view_as(output) for output in graphed.outputs)
-        ctx.mark_non_differentiable(*outputs[3:])  # experts, counts, plan
+        ctx.mark_non_differentiable(*outputs[NUM_WITH_GRADIENTS:])
         return outputs
 
     @staticmethod
     def backward(ctx, *grads):
         graphed = ctx.graphed
-        torch._foreach_copy_(graphed.grads, grads[: len(graphed.grads)])  # of x, y, weights
+        torch._foreach_copy_(graphed.grads, grads[: len(graphed.grads)])
         graphed.backward.replay()
         return graphed.grad_hidden, None  # the gradients of hidden and of graphed
 
@@ -381,7 +382,8 @@ class GraphedStep:
     """
 
     def __init__(self, state: State, capture: Capture):
-        require_capturable(state.exchange.size, "layer")  # refuses --ep above 1
+        # Refuses --ep above 1 by the rule for scope "layer": the step holds the same exchange of rows in its layers.
+        require_capturable(state.exchange.size, "layer")
         self.state, pool = state, capture.pool()
         capture.warm_up(eager_step)
         with capture.capturing():

@@ -2,15 +2,21 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from examples.minimal import train as minimal
+from graph_worth import Pool
+from graph_worth.measuring import torch_settings
+from moe import train as moe
+from tests.helpers.moe_case import make as make_moe
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIMAL = (ROOT / "examples" / "minimal" / "train.py").read_text().replace("examples.minimal", "mine")
@@ -161,16 +167,28 @@ def test_a_graph_that_was_promised_and_not_made_fails(train):
     assert done.returncode == 1 and "failed: 1 graphs made, 2 promised" in done.stdout
 
 
-@pytest.mark.gpu
-def test_the_plain_torch_form_of_minimal_trains_as_eager():
-    """The lines of its docstring, as they stand."""
-    plain, losses = textwrap.dedent(minimal.__doc__.split("\n\n")[2]), []
+@pytest.mark.parametrize("script, form, make, device", [
+    pytest.param(minimal, minimal, partial(minimal.State, minimal.Config()), "cuda", marks=pytest.mark.gpu),
+    pytest.param(moe, moe.GraphedLayer, partial(make_moe, microbatches=1), "cuda", marks=pytest.mark.gpu),
+    (moe, moe.GraphedLayer, partial(make_moe, microbatches=1), "cpu"),
+])  # fmt: skip
+def test_a_plain_torch_form_trains_as_eager(script, form, make, device, monkeypatch):
+    """The lines of a docstring as they stand. On a CPU host graphs stand in; their captures train, which moe undoes."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic kernels ask for it
+    (plain,), losses = [part for part in form.__doc__.split("\n\n") if "torch.cuda.set_stream" in part], []
+    plain, names = textwrap.dedent(plain), vars(script) | {"pool": Pool(torch.device(device)), "num_steps": 8}
+    if device == "cpu":
+        recorded = r"def recorded():\n    global x\n\2\n\1, _ = pool.capture(recorded)\n"
+        plain = re.sub(r"with torch\.cuda\.graph\((\w+).*\n(.*)\n", recorded, plain)
+        plain = re.sub(r"(.*torch\.cuda\.|shared).*", "", plain)
     for code in ("for index in range(num_steps): eager_step(state, index)", plain):
         torch.manual_seed(0)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            state = minimal.State(minimal.Config(), torch.device("cuda"))
-            torch.cuda.synchronize()  # the code sets another stream
-            exec(code, vars(minimal) | {"state": state, "num_steps": 8})
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        with torch.cuda.stream(stream), torch_settings.deterministic_kernels():
+            state = make(device=torch.device(device))
+            if stream:
+                stream.synchronize()  # the code sets another stream
+            exec(code, names | {"state": state})
             losses.append([float(state.losses[index]) for index in range(8)])
     eager, graphed = losses
     assert graphed == pytest.approx(eager, rel=1e-3) and eager[-1] < 0.95 * eager[0]

@@ -10,7 +10,6 @@ import torch
 from graph_worth.made_variant import leave
 from graph_worth.measuring import torch_settings
 from moe import train
-from moe.attention import Sequences, attend
 from tests.helpers.contracts import made
 from tests.helpers.followed import difference, follow
 from tests.helpers.moe_case import logits, make
@@ -139,14 +138,3 @@ def test_documents_of_a_packed_sequence_do_not_see_one_another(microbatch):
     changed = logits(state)
     assert bounds[1] < 64 and not torch.equal(changed[: bounds[1]], first[: bounds[1]])
     torch.testing.assert_close(changed[bounds[1] :], first[bounds[1] :])
-
-
-def test_each_document_is_attended_as_if_it_were_alone():
-    q, k, v = (torch.randn(24, heads, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
-    sinks = torch.randn(4)
-    bounds = torch.tensor([0, 5, 5, 17, 24, 24], dtype=torch.int32)  # empty ones, too
-    packed = attend(q, k, v, Sequences(24, bounds), 4, sinks)
-    for start, end in ((0, 5), (5, 17), (17, 24)):
-        own = slice(start, end)
-        alone = attend(q[own], k[own], v[own], Sequences(end - start), 4, sinks)
-        torch.testing.assert_close(packed[own], alone)
