@@ -29,10 +29,10 @@ INIT_STD = 0.02
 # Kernels of attention without windows and sinks, the fastest first; each is taken where it can run.
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Parameters that each rank has of its own experts; all others are alike on all ranks.
+# Parameters of this rank's experts; all others are equal on all ranks.
 OF_EXPERTS = ("w1", "w2", "bias1")
 BUCKET_BYTES = 256 * 2**20
-# Parameters whose gradient the backward puts into main_grad by itself; autograd brings those of all others.
+# Parameters whose backward writes main_grad itself. Hooks copy the gradients of all others.
 IN_PLACE = ("qkv", "proj", "router", "w1", "w2", "head", *ADAPTERS)
 
 
@@ -44,15 +44,13 @@ class State(History):
 
     def __init__(self, config: Config, device: torch.device, dtype=torch.bfloat16):
         self.config, self.device, self.dtype = config, device, dtype
-        # Both before any weight is made: a wrong path is told at once.
+        # Opened before any weight is made, so that a wrong path is an error at once.
         self.checkpoint = opened(config) if config.checkpoint else None
         self.notes = self.checkpoint.notes if self.checkpoint else []
         self.source = token_files.open_tokens(config.data)
-        # For as long as the state is open.
-        self.opened = contextlib.ExitStack()
+        self.opened = contextlib.ExitStack()  # until close()
         self.opened.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
-        # Whether weights have their first values; frozen ones keep them.
-        self.is_filled = False
+        self.is_filled = False  # weights have values: frozen ones keep them
         self.accumulation = Accumulation()
         self.rank = collectives.group_rank()
         self.exchange = Exchange(config, device)
@@ -70,42 +68,11 @@ class State(History):
         self.adam = self._make_adam() if config.update else None
         self.reset()
 
-    def _make_modules(self):
-        c, dtype_and_device = self.config, (self.dtype, self.device)
-        switches = (self.accumulation, self.exchange)
-        self.layers = torch.nn.ModuleList(Layer(c, number, *switches, *dtype_and_device) for number in range(c.layers))
-        self.ends = Ends(c, self.accumulation, *dtype_and_device)
-        self.parts = [(name, None, parameter) for name, parameter in self.ends.named_parameters()]
-        self.parts += [
-            (name, i, parameter) for i, layer in enumerate(self.layers) for name, parameter in layer.named_parameters()
-        ]
-        self.trained = [part for part in self.parts if part[2].requires_grad]
-        for name, _, parameter in self.trained:
-            parameter.main_grad = torch.zeros_like(parameter)
-            if name not in IN_PLACE:
-                parameter.register_post_accumulate_grad_hook(partial(_keep_gradient, self.accumulation))
-        self.dense_grads = [parameter.main_grad for name, _, parameter in self.trained if name not in OF_EXPERTS]
-        if c.ep > 1:
-            self.buckets = GradientBuckets(self.dense_grads, BUCKET_BYTES)
-
-    def _make_adam(self):
-        parameters = [parameter for _, _, parameter in self.trained]
-        grads = [parameter.main_grad for parameter in parameters]
-        numbers = Hyperparameters(lr=self.config.lr, **ADAM)
-        reduce_norm = self._reduce_norm if self.config.ep > 1 else None
-        options = {"moments": DTYPES[self.config.moments], "reduce_norm": reduce_norm}
-        # The masters, which the state fills, are more than bf16 weights hold.
-        return Adam(parameters, numbers, grads, writes=[None] * len(parameters), **options)
-
-    def _reduce_norm(self, norm):
-        """Dense gradients, which all ranks have after their reduction, count on the first one."""
-        reduce_norm_(norm, uncounted=self.dense_grads if self.rank else ())
-
     # ------------------------------------------------------------------------------------------------
-    # What a step is made of
+    # A step: begin_step, for each microbatch embed, the layers on inputs_of, loss; reduce_gradients, update, end_step
 
     def begin_step(self, index: int) -> None:
-        """Copy batch `index` into the static inputs."""
+        """Copy batch `index` from pinned host memory into the static inputs."""
         with section("data"):
             self.inputs.load(self.batches[index % len(self.batches)])
 
@@ -158,7 +125,38 @@ class State(History):
                 self.grad_norms[slot].copy_(self.adam.grad_norm)
 
     # ------------------------------------------------------------------------------------------------
-    # What a run asks of any state
+    # How it is made and reset
+
+    def _make_modules(self):
+        c, dtype_and_device = self.config, (self.dtype, self.device)
+        switches = (self.accumulation, self.exchange)
+        self.layers = torch.nn.ModuleList(Layer(c, number, *switches, *dtype_and_device) for number in range(c.layers))
+        self.ends = Ends(c, self.accumulation, *dtype_and_device)
+        self.parts = [(name, None, parameter) for name, parameter in self.ends.named_parameters()]
+        self.parts += [
+            (name, i, parameter) for i, layer in enumerate(self.layers) for name, parameter in layer.named_parameters()
+        ]
+        self.trained = [part for part in self.parts if part[2].requires_grad]
+        for name, _, parameter in self.trained:
+            parameter.main_grad = torch.zeros_like(parameter)
+            if name not in IN_PLACE:
+                parameter.register_post_accumulate_grad_hook(partial(_keep_gradient, self.accumulation))
+        self.dense_grads = [parameter.main_grad for name, _, parameter in self.trained if name not in OF_EXPERTS]
+        if c.ep > 1:
+            self.buckets = GradientBuckets(self.dense_grads, BUCKET_BYTES)
+
+    def _make_adam(self):
+        parameters = [parameter for _, _, parameter in self.trained]
+        grads = [parameter.main_grad for parameter in parameters]
+        numbers = Hyperparameters(lr=self.config.lr, **ADAM)
+        reduce_norm = self._reduce_norm if self.config.ep > 1 else None
+        options = {"moments": DTYPES[self.config.moments], "reduce_norm": reduce_norm}
+        # The masters, which the state fills, are more than bf16 weights hold.
+        return Adam(parameters, numbers, grads, writes=[None] * len(parameters), **options)
+
+    def _reduce_norm(self, norm):
+        """Dense gradients, which all ranks have after their reduction, count on the first one."""
+        reduce_norm_(norm, uncounted=self.dense_grads if self.rank else ())
 
     def reset(self):
         torch.manual_seed(SEED)
@@ -246,7 +244,7 @@ def opened(config: Config):
 
 
 def _keep_gradient(accumulation: Accumulation, parameter) -> None:
-    """Let what autograd brings go to main_grad. No method: a parameter would hold the state for as long as it lives."""
+    """Move p.grad to main_grad. It is no method, because the parameter's hook would keep the state alive."""
     if accumulation.adds:
         parameter.main_grad.add_(parameter.grad)
     else:
@@ -278,7 +276,7 @@ def resolve(config: Config, device: torch.device) -> tuple[Config, list[str]]:
         for need in (needed_bytes, host_bytes):
             require(config, PRESETS, need, host_state.available_host_bytes())
     else:
-        # The same on all ranks: one with other layers would wait for an exchange that no other one makes.
+        # The same on all ranks: a rank with more layers would wait for an exchange that no other rank makes.
         budget = (min(of_all_ranks(torch.cuda.mem_get_info(device)[0])) - CONTEXT_BYTES) // GIB
         requested, config = config, fit(config, budget * GIB)
         if config.layers < requested.layers:
