@@ -22,7 +22,7 @@ FP8 and overwrites main_grads, and one for the others, replayed again and again.
 In plain torch, the capture of one layer, and a microbatch of a step with it as the only layer:
 
     torch.cuda.set_stream(torch.cuda.Stream())                # before all else: captures cannot use the default stream
-    x, grad_y = torch.zeros_like(hidden).requires_grad_(), torch.zeros_like(hidden)
+    x, grad_y = torch.zeros_like(embedding(tokens)).requires_grad_(), torch.zeros_like(embedding(tokens))
     layer(x).backward(grad_y)                                 # warm-up: libraries allocate and choose kernels
     x.grad = None                                             # so the capture makes x.grad in the pool
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -31,7 +31,7 @@ In plain torch, the capture of one layer, and a microbatch of a step with it as 
         y = layer(x)                                          # recorded, not run
     with torch.cuda.graph(backward, **shared):
         y.backward(grad_y)                                    # recorded, too: fills x.grad and adds to main_grads
-    # without main_grads: a p.grad that exists before the capture is added to, so zero it in place, never to None
+    # If you keep plain p.grad, the graph adds to the buffer that the warm-up made: zero it in place, never to None.
 
     embedded = embedding(tokens)                              # in a step
     x.detach().copy_(embedded.detach())
@@ -53,11 +53,11 @@ Not captured, and why:
 There is no dropout, so no graph draws random numbers.
 
 Copied in      the embedding's output to x, and the gradient of the loss to grad_y. All else is read where it lies.
-Read in time   x and grad_y, one for all microbatches: by graphs of this microbatch, before the next is copied in.
-               y and grad_x, one for each microbatch: by the loss and by the embedding's backward, before the next step.
-               main_grads and the gradient norm: by Adam and `keep_results`, before the next step.
-Reused         the memory of a layer's activations, by later captures, once the layer's backward is captured. Not that
-               of y and grad_x: `Microbatch` refers to them.
+Read in time   all microbatches share x and grad_y: the graphs of one read them before the next one is copied in. Each
+               microbatch has its y and grad_x: loss and embedding's backward read them before the next step. Adam and
+               `keep_results` read main_grads and the gradient norm before the next step.
+Reused         by later captures: the memory of a layer's activations, once the layer's backward is captured, but not
+               that of y and grad_x, to which `Microbatch` refers.
 Freed          at the end of a run `session` calls reset() of every graph and drops the variant, with y and grad_x. That
                gives the pool back.
 

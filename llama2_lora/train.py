@@ -6,11 +6,11 @@ The training loop without graphs, as the loop at the end of this file and `eager
         tokens, targets, weights = window(step)                     # one packed sequence, from host memory
         hidden = embedding(tokens)
         for layer in layers:
-            hidden = layer.forward(hidden)
+            hidden = forward(layer, hidden)
         loss = sum(weights * cross_entropy(head(hidden), targets))  # weights: 0 if masked, else 1 / unmasked tokens
         gradient = d loss / d hidden
         for layer in reversed(layers):
-            gradient = layer.backward(gradient)                     # and its adapters' gradients
+            gradient = backward(layer, gradient)                    # and its adapters' gradients
         update(): all_reduce(gradients), clip(gradients), adamw(adapters), FP8 scales
 
 The 69 billion base weights are frozen, so a layer's backward only has to compute its adapters' gradients and the
@@ -28,31 +28,34 @@ Captured:
 Not captured, and why:
     the window's copy          each window lies at another host address; a graph always reads the same addresses
     embedding, head and loss   in graph_layer: a few kernels, so a graph would save next to nothing
-    update                     in graph_layer: as little. On several ranks in graph_step, too, by choice: an all-reduce
-                               can be captured, see stable_diffusion
+    update                     in graph_layer: it would save as little. On several ranks graph_step leaves it out by
+                               choice: an all-reduce can be captured, see stable_diffusion
     storing the loss           each step stores it at another address; a graph always writes to the same addresses
 
-In plain torch, the capture of graph_layer and a step are:
+In plain torch, graph_layer is:
 
     torch.cuda.set_stream(torch.cuda.Stream())          # before all else: captures cannot use the default stream
     for index in range(3): eager_step(state, index)     # warm-up: libraries allocate and choose kernels
+    stack, layers, forward, backward = state.stack, range(state.config.layers), [], []
+    hidden, grad = (stack.x[0], None), (stack.work["grad"], stack.work["grad_operand"])         # buffers, see section 1
     shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
     shared["capture_error_mode"] = "thread_local"       # other threads, as NCCL's, may call CUDA meanwhile
-    forward, backward = ([torch.cuda.CUDAGraph() for _ in layers] for _ in range(2))
-    for layer, graph in zip(layers, forward):           # hidden: at first x[0]; it and grad: see section 1
-        with torch.cuda.graph(graph, **shared):
+    for layer in layers:
+        forward.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(forward[-1], **shared):
             hidden = stack.forward(layer, *hidden)      # kernels are recorded, not run. Python runs, once: it keeps
                                                         # attention's output, so no later capture takes its memory
-    for layer, graph in zip(reversed(layers), backward):
-        with torch.cuda.graph(graph, **shared):
+    for layer in reversed(layers):
+        backward.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(backward[-1], **shared):
             grad = stack.backward(layer, *grad)         # drops that output: later captures may take its memory
     state.reset()                                       # undoes the warm-up in place, since graphs hold addresses
-
-    load_window(index), embed()                         # in a step: write what the first forward graph reads
-    for graph in forward: graph.replay()                # the same kernels on the same memory
-    compute_loss(*hidden)                               # reads the last layer's output, writes grad
-    for graph in backward: graph.replay()               # in the order of capture
-    update(), keep_loss(index)                          # read what the graphs wrote
+    for index in range(num_steps):
+        state.load_window(index), stack.embed()         # write what the first forward graph reads
+        for graph in forward: graph.replay()            # the same kernels on the same memory
+        stack.compute_loss(*hidden)                     # reads the last layer's output, writes grad
+        for graph in backward: graph.replay()           # in the order of capture
+        update(state), state.keep_loss(index)           # read what the graphs wrote
 
 Copied in      the window, with the tokens' weights: `load_window` copies it from host memory into the static inputs,
                buffers that never move. A graph reads base weights, adapters, FP8 scales, optimizer state and layers'
@@ -73,12 +76,10 @@ Graphs of Transformer Engine's layers, torch.compile, and graphs without a pool 
     python -m llama2_lora.train --preset tiny --variant graph_layer
     python -m llama2_lora.train --preset bench --variant graph_layer --steps 20
 
-On several GPUs each trains on windows of its own (data parallel), or with --cp on a part of each window, or with --tp
-on its part of each layer (layers/tensor.py):
+On several GPUs each trains on windows of its own (data parallel), or with --cp 2 on a part of each window, or with
+--tp 2 on its part of each layer (layers/tensor.py):
 
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer
-    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer --cp 2
-    torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer --tp 2
 """
 
 from graph_worth import Training, parse, variant
@@ -112,7 +113,7 @@ MARK_EVERY = 16  # layers between two marks: some 400 launches
 
 
 def build(config: Config, device: torch.device, ranks) -> Training:
-    kind = ranks.traits.get("layer", config.layer)  # of the layers: a variant may have a kind of its own
+    kind = ranks.traits.get("layer", config.layer)  # of layers: eager_te sets another than --layer
     config, notes = resolve(config, ranks.preset, kind, device)  # as many layers as fit, and what they keep
     state = State(config, device, kind, ranks.rank, ranks.world_size)  # all of the above
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

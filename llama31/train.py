@@ -13,23 +13,23 @@ The training loop without graphs, as the loop at the end of this file and `eager
         clip(main_grad), adam(main_grad)
 
 main_grad is a buffer that every parameter has in the place of .grad. Its dtype is --main-grad, the backward adds to it
-in place, and it lies in a bucket: a flat buffer that holds many main_grads, so few collectives average them all. With
-plain .grad: make it before the capture, and zero it in place, zero_grad(set_to_none=False).
+in place, and it lies in a bucket: a flat buffer that holds many main_grads, so few collectives average them all. If you
+keep plain .grad, allocate it before the capture and zero it in place: zero_grad(set_to_none=False).
 
 Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1): the loop over microbatches and the average after it,
-with all communication, in ONE graph. FP8 scales are computed inside the layers, so the graph holds them, too. In plain
-torch, the capture and a step are:
+with all communication, in ONE graph. FP8 scales are computed inside the layers, so it holds them, too. In plain torch:
 
     torch.cuda.set_stream(torch.cuda.Stream())                # before all else: captures cannot use the default stream
     for index in range(3): eager_step(state, index)           # warm-up: libraries allocate and choose kernels
-    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()      # the validation's graph gets pool, too
-    shared = {"pool": pool, "stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
-    with torch.cuda.graph(graph, **shared):                   # other threads, as NCCL's, may call CUDA meanwhile
-        forward_and_backward(state, num_microbatches)         # recorded, not run
+    graph = torch.cuda.CUDAGraph()                            # thread_local: NCCL's threads may call CUDA meanwhile
+    shared = {"stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
+    with torch.cuda.graph(graph, **shared):
+        forward_and_backward(state, state.num_microbatches(0))                  # recorded, not run
     state.reset()                                             # undoes the warm-up in place, since graphs hold addresses
-    inputs.copy_(batch), zero(main_grad)                      # in a step: eager
-    graph.replay()                                            # all microbatches: fills main_grad and the losses
-    clip(main_grad), adam(main_grad)                          # eager
+    for index in range(num_steps):
+        state.begin_step(index)                               # eager: batch to state.inputs, zero main_grad
+        graph.replay()                                        # all microbatches: fills main_grad and the losses
+        state.update(), state.end_step(index)                 # eager: clip, adam; stores the loss
 
 Not captured, and why:
     the batch's copy    each batch lies at another host address; a graph always reads the same addresses
@@ -171,8 +171,8 @@ def train_microbatch(state: State, microbatch: int):
 
 
 # ------------------------------------------------------------------------------------------------
-# 3. Three variants: `captured` has a graph for each of its functions, `rest` runs eager behind the replays. These take
-# and return nothing: they read and write the buffers of section 1.
+# 3. Three variants. `captured` lists functions, with a graph for each, and `rest` those that a step calls eagerly after
+# the replays. All read and write the buffers of section 1, so no tensor goes in or out.
 
 
 @variant(
@@ -188,7 +188,7 @@ def train_microbatch(state: State, microbatch: int):
 )
 def graphed_pass(state: State, capture: Capture):
     """A replay reads state.inputs, state.share and weights, and writes main_grad and state.microbatch_losses."""
-    count = state.num_microbatches(0)  # one graph of all needs a constant number: config.py refuses a changing --ramp
+    count = state.num_microbatches(0)  # one graph holds one number: `replay` refuses a step of another
     return GraphedTraining(state, capture, [partial(forward_and_backward, state, count)], rest=[State.update])
 
 
