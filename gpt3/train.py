@@ -11,13 +11,12 @@ The training loop without graphs. The loop is at the end of this file, its body 
             loss(hidden, targets[microbatch]).backward()      # adds to main_grads, or overwrites them
         all_reduce(main_grads), clip(main_grads), adam(parameters, main_grads)
 
-Captured: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs. They share memory, a pool, and are
-replayed in the order of this loop. The layers are nearly all of the work. NVIDIA captured the same (MLPerf v4.1, 11,616
-GPUs).
-Why so many? As in a pipeline, for which NVIDIA's mechanism is made: a graph stands in the place of each module that
-other code calls, and several microbatches are between their forward and their backward at a time, so each has graphs of
-its own. Here, without a pipeline, fewer would do: a pair over all layers for microbatch 0, which casts the weights to
-FP8 and overwrites main_grads, and one for the others, replayed again and again.
+Captured by `graph_layer`: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs. They share memory,
+a pool, and are replayed in the order of this loop. The layers are nearly all of the work. NVIDIA captured the same
+(MLPerf v4.1, 11,616 GPUs). Why so many? NVIDIA's mechanism is made for a pipeline. There a graph stands in the place of
+each module that other code calls, and several microbatches are between their forward and their backward at a time, so
+each microbatch has its graphs. Here, without a pipeline, fewer would do: a pair over all layers for microbatch 0, which
+casts the weights to FP8 and overwrites main_grads, and a pair for the others, replayed again and again.
 
 In plain torch, the capture of one layer, and a microbatch of a step with it as the only layer:
 
@@ -47,7 +46,7 @@ Not captured, and why:
     embedding, final norm, loss   a few kernels a microbatch, so there is little to gain; autograd runs them
     FP8 scale updates             one update for all layers at the end of a pass, not one a layer; see `eager_step`
     zero(main_grads)              a few kernels a step, so there is little to gain
-    all-reduce over data ranks    one launch for each bucket, a flat buffer of many gradients: little to gain
+    all-reduce over data ranks    one launch for each bucket, which is a flat buffer of many gradients
     clipping, Adam                a few kernels for all parameters; `graph_layer_optimizer` captures them, too
     storing the loss              each step stores it at another address; a graph always writes to the same ones
 There is no dropout, so no graph draws random numbers.
@@ -63,7 +62,7 @@ Freed          at the end of a run `session` calls reset() of every graph and dr
 
 The step is the same on several data and tensor ranks: the collectives of --tp are in the layers, and so in the graphs.
 For a pipeline, stage.py and stage_graphs.py in gpt3/pipeline declare another `eager` and `graph_layer`; `when` selects
-by the config. Graphs made by Transformer Engine and by torch.compile are in gpt3/other_variants.py.
+by the config. Graphs of Transformer Engine and torch.compile are in other_variants.py, Megatron-Core's in megatron.py.
 
     python -m gpt3.train --preset tiny --variant graph_layer
     python -m gpt3.train --preset bench --variant graph_layer --steps 20
@@ -180,7 +179,7 @@ class GraphedLayers:
                 self.microbatches.append(Microbatch(forward, y, backward, grad_x))
 
     def step(self, index: int):
-        """`eager_step` with replays in the place of the layers."""
+        """`eager_step`, with replays in place of the layers."""
         state = self.state
         state.begin_step(index)
         for microbatch, graphs in enumerate(self.microbatches):

@@ -68,7 +68,6 @@ Counted        AdamW's count and learning rate lie on the GPU. A kernel of `adam
                too. `state.reset` writes the rate, which is constant.
 Drawn anew     `embed` counts the steps on the GPU. A dropout mask is a hash of that count, so a replay draws new masks.
                Modules (--layer te, torch) draw from torch's generator, whose offset each replay moves on.
-The CPU waits  for the GPU in no step; losses are read after the loop.
 Freed          at the end of a run `session` calls reset() of each graph and drops it. That gives back their pool, which
                holds attention's outputs and temporary tensors; with modules also what autograd saved.
 Graphs of Transformer Engine's layers, torch.compile, and graphs without a pool are in other_variants.py.
@@ -159,7 +158,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     builds=("", "torch_bf16", "nvfp4_emulated"),
 )
 def eager_step(state: State, index: int):
-    """Train on window `index`. Nothing in it waits for the GPU."""
+    """Train on window `index`. Nothing in it waits for the GPU: losses are read after the loop."""
     state.load_window(index)  # copies tokens, targets, the tokens' weights, positions and documents' bounds
     training_step(state)
     state.keep_loss(index)  # copies loss and gradient norm to their history on the GPU

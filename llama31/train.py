@@ -50,7 +50,6 @@ Read in time   end_step reads state.microbatch_losses before the next replay ove
 Reused         once a microbatch's backward is recorded, later microbatches, also in graphs of their own, and the
                validation's graph reuse the memory of its activations. These graphs may share a pool, in any order of
                replay, since they never run at the same time and nothing in the pool is read after a replay.
-The CPU waits  for the GPU in no step, unless --clip host or --nan-checks says so; losses are read after the loop.
 Freed          at the end of a run `session` calls reset() of all graphs, which gives their pool back, and then ends the
                communicators that the graphs hold.
 All variants keep the same activations for the backward, and compute the others again (--keep, memory/plan.py).
@@ -131,7 +130,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     builds=("", "validate", "torch_bf16", "nvfp4_emulated"),
 )
 def eager_step(state: State, index: int):
-    """One training step. Nothing in it waits for the device, unless --clip host reads the gradient norm."""
+    """One training step. The host waits for the GPU only with --clip host or --nan-checks; losses are read later."""
     count = state.begin_step(index)  # copies all microbatches to state.inputs, fills share, zeroes main_grad
     training_step(state, count)
     state.end_step(index)  # stores loss and gradient norm
