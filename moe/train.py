@@ -133,7 +133,7 @@ def forward_and_backward(state: State, graphed=None):
             for number, layer in enumerate(graphed[microbatch] if graphed else state.layers):
                 hidden = layer(hidden, inputs)  # eager: attention, route, preprocess, mix
                 if (number + 1) % MARK_EVERY == 0:
-                    mark(hidden)
+                    mark(hidden)  # also where its gradient is ready, in the backward
         with section("loss"):
             loss = state.loss(hidden, microbatch)  # kept in state.microbatch_losses
         mark()
