@@ -128,10 +128,9 @@ class State(History):
     # How it is made and reset
 
     def _make_modules(self):
-        c, dtype_and_device = self.config, (self.dtype, self.device)
-        switches = (self.accumulation, self.exchange)
-        self.layers = torch.nn.ModuleList(Layer(c, number, *switches, *dtype_and_device) for number in range(c.layers))
-        self.ends = Ends(c, self.accumulation, *dtype_and_device)
+        c, options = self.config, (self.accumulation, self.exchange, self.dtype, self.device)
+        self.layers = torch.nn.ModuleList(Layer(c, number, *options) for number in range(c.layers))
+        self.ends = Ends(c, self.accumulation, self.dtype, self.device)
         self.parts = [(name, None, parameter) for name, parameter in self.ends.named_parameters()]
         self.parts += [
             (name, i, parameter) for i, layer in enumerate(self.layers) for name, parameter in layer.named_parameters()
