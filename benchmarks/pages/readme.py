@@ -4,7 +4,8 @@ A table stands between two markers and is made again by `make readme`; a test fa
 
     <!-- table: launch -->      the hosts' times to launch a kernel, and what to do with them
     <!-- table: front -->       graph and eager of each workload over all hosts
-    <!-- table: needs -->       memory, minutes and versions of the runs
+    <!-- table: fits -->        memory of these graphs
+    <!-- table: needs -->       minutes and versions of the runs
     <!-- table: trust -->       hosts, controls, ceilings and failures, in a line each
     <!-- table: row gpt3 -->    the gain of a model's headline graph, in a line
     <!-- table: model gpt3 -->  the variants of a model on GPUs beside their bases
@@ -15,6 +16,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: roofline -->    how far graphs lie from the launch roofline
     <!-- table: lengths -->     RNN-T with changing lengths, host by host
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
+    <!-- table: megatron -->    Megatron-Core's build beside ours; "megatron best": the fastest of both, in a sentence
     <!-- table: epochs -->      real programs with loader, logs and checkpoint
     <!-- end -->
 """
@@ -137,18 +139,21 @@ def _launch(results, page, argument):
 
 
 def _needs(results, page, argument):
-    lines = headlines.of(results)
-    if not lines:
-        return NOTHING
-    reserved = "GiB is the peak memory that torch reserved when only this graph ran. "
-    large = " and ".join(in_markdown(line.words) for line in lines if not _fits(line))
-    reserved += f"All rows{f' but {large}' if large else ''} fit into 80 GB: they ran on an H100, or need under 70 GiB."
     minutes = [run_minutes for _, run in results.runs if _is_bench(run) and (run_minutes := minutes_of(run)) > 0]
     took = f"`make bench` took {min(minutes):.1f} to {max(minutes):.1f} minutes a model." if minutes else ""
     whole = [run for _, run in results.runs if "doctor" in run.seconds and len(run.builds) > 1]
     seconds = max((sum(run.seconds.values()) for run in whole), default=0.0)
     measured = f"`make measure` with compiled variants took at most {seconds:.0f} s." if seconds else ""
-    return " ".join(filter(None, [took, measured, f"Measured with {_versions(results)}.", reserved]))
+    versions = f"Measured with {_versions(results)}." if took else ""
+    return " ".join(filter(None, [took, measured, versions])) or NOTHING
+
+
+def _fits_text(results, page, argument):
+    lines = headlines.of(results)
+    large = " and ".join(in_markdown(line.words) for line in lines if not _fits(line))
+    text = "GiB is the peak memory that torch reserved when only this graph ran. All rows"
+    text += f"{f' but {large}' if large else ''} fit into 80 GB: they ran on an H100, or need under 70 GiB."
+    return text if lines else NOTHING
 
 
 def _fits(line: headlines.Headline) -> bool:
@@ -388,6 +393,7 @@ _TABLES: dict[str, Callable[[Results, Path, str], str]] = {
     "launch": _launch,
     "front": front,
     "needs": _needs,
+    "fits": _fits_text,
     "trust": _trust,
     "row": _row,
     "model": _model,
