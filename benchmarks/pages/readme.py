@@ -130,10 +130,13 @@ def _launch(results, page, argument):
     """Return the times in which counted hosts launch a kernel of an eager step, in a sentence with the rule."""
     points = roofline.points(results)
     eager = points["counts"] & ~points["host_slowed"] & (points["ranks"] == 1) & (points["program"] == points["base"])
-    times = points["host_us"][eager].dropna()
+    eager = points[eager & points["host_us"].notna()]
+    times = eager["host_us"]
     if not len(times):
         return NOTHING
-    text = f"Our hosts need {span(times.min(), times.max(), '.0f')} us to launch a kernel of an eager step, "
+    hosts = counted(eager["host"].nunique(), "host")
+    text = f"In {counted(len(times), 'measurement')} that count, on {hosts}, the host took "
+    text += f"{span(times.min(), times.max(), '.0f')} us to launch a kernel of an eager step, "
     text += f"{times.median():.0f} us in the median. "
     return f"{text}`make watch` measures yours. If your kernels take less than your host's launch, capture the step."
 
@@ -152,7 +155,8 @@ def _fits_text(results, page, argument):
     lines = headlines.of(results)
     large = " and ".join(in_markdown(line.words) for line in lines if not _fits(line))
     text = "GiB is the peak memory that torch reserved when only this graph ran. All rows"
-    text += f"{f' but {large}' if large else ''} fit into 80 GB: they ran on an H100, or need under 70 GiB."
+    text += f"{f' but {large}' if large else ''} fit into 80 GB: they ran on an H100, with the layers that the "
+    text += "row names, or need under 70 GiB."
     return text if lines else NOTHING
 
 
@@ -357,7 +361,7 @@ def _ceiling(points: DataFrame) -> str:
     most, worst = (reached["ratio"] / reached["ceiling"]).max() - 1, graphs["ratio"].min()
     text = f"**Ceiling.** On {counted(reached['host'].nunique(), 'host')} none of {len(reached)} graphs gained over "
     loss = f" The worst of all {len(graphs)} took {1 / worst:.2f} times as long as eager." if worst < 1 else ""
-    return f"{text}{100 * max(most, 0.0):.1f} % more than step / busy.{loss}"
+    return f"{text}{math.ceil(1000 * max(most, 0.0)) / 10:.1f} % more than step / busy.{loss}"
 
 
 def ceiling_text(points: DataFrame) -> str:

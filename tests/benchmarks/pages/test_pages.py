@@ -329,7 +329,7 @@ def test_memory_minutes_and_versions_are_those_of_the_runs(tmp_path):
     assert "took 3.5 to 3.5 minutes a model. Measured with torch 2.13." in text
     assert "| 3.0 (H100) | one unknown H100 |" in table("front", tmp_path)
     assert "make measure" not in text
-    fits = " fit into 80 GB: they ran on an H100, or need under 70 GiB."
+    fits = " fit into 80 GB: they ran on an H100, with the layers that the row names, or need under 70 GiB."
     assert table("fits", tmp_path).endswith(f" All rows{fits}")
     # Of several processes, with the doctor's seconds.
     with_apart(run, "compiled")
@@ -384,7 +384,7 @@ def test_the_rule_on_kernels_has_the_times_of_the_hosts_that_count(tmp_path):
         run.builds[""].cycles[0].others = 1 if issue == 50.0 else None
         write(run, tmp_path / "h200x1/gpt3-bench")
     assert table("launch", tmp_path).startswith(
-        "Our hosts need 30 to 80 us to launch a kernel of an eager step, 40 us in"
+        "In 3 measurements that count, on 3 hosts, the host took 30 to 80 us to launch a kernel of an eager step, 40"
     )
 
 
