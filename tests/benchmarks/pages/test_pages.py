@@ -16,7 +16,7 @@ from graph_worth.harness.files.facts import Alone, Latency, Profile, Raised, ste
 from graph_worth.harness.pages import cells, run_table
 from tests.helpers.made_run import FOLDER, made_run, put, put_sweep, with_apart, write
 
-MUON = ROOT / "results/h200x1/your_step-bench-muon-build/20261127T043323Z-ba5f0ad9.json"
+MUON = ROOT / "results/h200x1/your_step-bench-muon-build/20261129T091159Z-6141bf67.json"
 NANOGPT = ROOT / "results/h200x1/your_step-bench-nanogpt-build/20261129T091311Z-6141bf28.json"
 MUON_IN_CENSUS = "20261129T061933Z-57d471a5"
 H100 = ({"name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-2"},)
