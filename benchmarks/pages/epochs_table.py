@@ -83,12 +83,12 @@ def _cells(results, content, program, forms):
         name, measured_ms, gain = _measured(results, content, step)
         known = ({"busy": statistics.median(busy)} if busy else {}) | ({name: measured_ms} if name else {})
         texts += [f"{name} {cell(value)} ({100 * (ms['graphed'] / value - 1):+.1f} %)" for name, value in known.items()]
-        texts[-1] += f" and {gain:.2f}x" * bool(name)
+        texts[-1] += gain
     return [program, *seconds, *steps, ", ".join(texts)]
 
 
 def _measured(results, content, step):
-    """Return a name, ms and gain of graph_step by `measure` for the same step, here or in its newest run elsewhere."""
+    """Return a name, ms and words on the gain of graph_step by `measure`, here or in its newest run elsewhere."""
     points = results.points
     gpu = content.host.gpus[0].name if content.host.gpus else "CPU"
     wanted = {"variant": "graph_step", "label": step, "gpu": gpu, "status": PASS, "busy_processes": 0}
@@ -96,4 +96,7 @@ def _measured(results, content, step):
     here = points[points["host"] == content.host.boot]
     rows = here if len(here) else points
     name = "measure" if len(here) else "measure on another host"
-    return (name, rows["ms"].iloc[-1], rows["ratio"].iloc[-1]) if len(rows) else ("", 0.0, 0.0)
+    if rows.empty:
+        return "", 0.0, ""
+    ms, ratio, standing = rows[["ms", "ratio", "standing"]].iloc[-1]
+    return name, ms, f" and {ratio:.2f}x{tables.if_slowed(standing)}"

@@ -32,6 +32,8 @@ def _of_run(results: Results, row: Row, page: Path) -> Iterator[list[str]]:
     builds = results.builds_of(row.memory_run, row.build)
     # Variants that stand apart have an eager of their own.
     judged_by_name = {name: judged for judged in reversed(builds) for name in judged.build.variants}
+    points = results.points[results.points["run"] == row.memory_run]
+    standings = dict(zip(points["variant"], points["standing"], strict=True))
     gpu = in_markdown(headlines.short(row.gpu))
     link = tables.linked_file(f"{row.workload} ({gpu})", Path(row.memory_path), page)
     for name in dict.fromkeys(name for judged in builds for name in judged.build.variants):
@@ -46,7 +48,7 @@ def _of_run(results: Results, row: Row, page: Path) -> Iterator[list[str]]:
             link,
             f"`{name}`",
             milliseconds(judged.ms(name)),
-            times(ratio.ratio) if ratio else "base",
+            times(ratio.ratio) + tables.if_slowed(standings[name]) if ratio else "base",
             *(
                 gib(size, 2)
                 for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes, judged.driver_bytes(name))

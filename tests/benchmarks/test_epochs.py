@@ -14,7 +14,7 @@ from graph_worth.harness import program_epochs
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Epoch, Epochs, Gpu, Host
 from graph_worth.your_step.graphed import graphed
-from tests.helpers.made_run import put
+from tests.helpers.made_run import FOLDER, made_run, put, with_slowing_variable, write
 
 LOSSES = [3.0, 2.0, 1.0]
 NEEDS = {"gpt2_trainer": "transformers", "nanogpt_lightning": "lightning"}
@@ -159,9 +159,13 @@ def test_the_table_has_epochs_steps_and_graphed_beside_busy_and_measure(tmp_path
     assert "(h200x1/epochs/20261129T101500Z-a7d396c1.json), torch 2.11. Beside 1 benchmark on other GPUs." in text
     elsewhere = replace(content(), host=replace(content().host, boot="a"))
     written(tmp_path, elsewhere)
-    assert "measure on another host 2.00 (+100.0 %) and 6.00x" in epochs_table.markdown(
+    assert "measure on another host 2.00 (+100.0 %) and 6.00x |" in epochs_table.markdown(
         frame.load(tmp_path), tmp_path / "page.md"
     )
+    newest = made_run(**own, id="20291125T101500Z-a7d396c9", ms={"eager": 12.0, "graph_step": 2.0})
+    write(with_slowing_variable(newest, tmp_path), tmp_path / FOLDER)
+    text = epochs_table.markdown(frame.load(tmp_path), tmp_path / "page.md")
+    assert "measure on another host 2.00 (+100.0 %) and 6.00x (eager slowed) |" in text
 
 
 def test_the_last_batches_of_a_gpu_are_profiled_and_their_time_does_not_count(monkeypatch, capsys):

@@ -169,6 +169,13 @@ def quiet(run: Run, alone_ms: float | None = None) -> Run:
     return run
 
 
+def with_slowing_variable(run: Run, root: Path) -> Run:
+    """The run with a variable that slowed eager, by the corrections of the root."""
+    (root / "corrections.toml").write_text('[[slowed]]\nvariable = "A"\nspares = []\nwhy = "A slowed eager"\n')
+    run.host.variables = {"A": "1"}
+    return run
+
+
 def put_sweep(root: Path, host_ms=30.0, boot="b", number=0, oom=(), change=None) -> Path:
     """A sealed sweep of llama2_lora over sequence below a root: a host of 50 us a kernel, of which there are 600.
 

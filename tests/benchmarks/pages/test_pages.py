@@ -14,7 +14,7 @@ from graph_worth.harness import measure
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Alone, Latency, Profile, Raised, stem
 from graph_worth.harness.pages import cells, run_table
-from tests.helpers.made_run import FOLDER, made_run, put, put_sweep, with_apart, write
+from tests.helpers.made_run import FOLDER, made_run, put, put_sweep, with_apart, with_slowing_variable, write
 
 MUON = ROOT / "results/h200x1/your_step-bench-muon-build/20261129T091159Z-6141bf67.json"
 NANOGPT = ROOT / "results/h200x1/your_step-bench-nanogpt-build/20261129T091311Z-6141bf28.json"
@@ -542,6 +542,10 @@ def test_memory_of_parameterized_launches_stands_beside_that_of_the_runs_other_v
     eager, launched = table("memory", tmp_path).splitlines()[2:]
     assert eager.endswith("| `eager` | 10.00 | base |  | 1.00 | 2.00 |  |")
     assert launched.endswith("| `graph_parameterized` | 8.00 | 1.250x |  | 2.00 | 4.00 |  |")
+    (slowed := tmp_path / "slowed").mkdir()
+    run = made_run(names=tuple(ms), ms=ms, alone={"eager": 2**30, "graph_parameterized": 2**31})
+    write(with_slowing_variable(run, slowed), slowed / FOLDER)
+    assert "| 8.00 | 1.250x (eager slowed) |" in table("memory", slowed)
 
 
 def test_memory_of_parameterized_launches_that_stand_apart_stands_beside_that_of_the_preset(tmp_path):
