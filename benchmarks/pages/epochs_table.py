@@ -13,6 +13,7 @@ from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Epochs
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages.cells import cell, counted, percent, span, with_span
+from graph_worth.harness.standing import SLOWED
 
 FORMS = {"eager": "eager", "graphed": "graphed", "compile": "compiled"}
 EXPLANATION = (
@@ -99,4 +100,4 @@ def _measured(results, content, step):
     if rows.empty:
         return "", 0.0, ""
     ms, ratio, standing = rows[["ms", "ratio", "standing"]].iloc[-1]
-    return name, ms, f" and {ratio:.2f}x{tables.if_slowed(standing)}"
+    return name, ms, f" and {ratio:.2f}x{' (eager slowed)' * (standing == SLOWED)}"

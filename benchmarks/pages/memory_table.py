@@ -7,17 +7,19 @@ from benchmarks.frame import Results, Row
 from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
 from graph_worth.harness.judge import PASS
-from graph_worth.harness.pages.cells import cell, gib, milliseconds, times
+from graph_worth.harness.pages.cells import gib, milliseconds, times
+from graph_worth.harness.standing import SLOWED
 
 VARIANT = "graph_parameterized"
-COLUMNS = ("Run", "Variant", "ms", "gain", "steps GiB", "peak GiB", "driver GiB", "patched")
+COLUMNS = ("Run", "Variant", "ms", "gain", "steps GiB", "peak GiB")
 
 
 def markdown(results: Results, page: Path, _: str = "") -> str:
-    """The table: newest run of each workload that measured parameterized launches on a GPU."""
+    """The table: newest run of each workload that measured parameterized launches on a GPU, without a known fault."""
     lines: list[list[str]] = []
     refused: list[str] = []
-    for row in results.records((results.rows["variant"] == VARIANT) & (results.rows["gpu"] != "CPU")):
+    rows = results.rows
+    for row in results.records((rows["variant"] == VARIANT) & (rows["gpu"] != "CPU") & (rows["standing"] != SLOWED)):
         if row.status == PASS:
             lines += _of_run(results, row, page)
         else:
@@ -32,8 +34,6 @@ def _of_run(results: Results, row: Row, page: Path) -> Iterator[list[str]]:
     builds = results.builds_of(row.memory_run, row.build)
     # Variants that stand apart have an eager of their own.
     judged_by_name = {name: judged for judged in reversed(builds) for name in judged.build.variants}
-    points = results.points[results.points["run"] == row.memory_run]
-    standings = dict(zip(points["variant"], points["standing"], strict=True))
     gpu = in_markdown(headlines.short(row.gpu))
     link = tables.linked_file(f"{row.workload} ({gpu})", Path(row.memory_path), page)
     for name in dict.fromkeys(name for judged in builds for name in judged.build.variants):
@@ -42,17 +42,11 @@ def _of_run(results: Results, row: Row, page: Path) -> Iterator[list[str]]:
         if variant.alone is None or not judged.passed(name):
             continue
         ratio, alone = judged.ratio_of(name), variant.alone
-        report = variant.capture.report or {}
-        patched = report.get("patched_per_launch")
         yield [
             link,
             f"`{name}`",
             milliseconds(judged.ms(name)),
-            times(ratio.ratio) + tables.if_slowed(standings[name]) if ratio else "base",
-            *(
-                gib(size, 2)
-                for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes, judged.driver_bytes(name))
-            ),
-            cell(patched, ".1f"),
+            times(ratio.ratio) if ratio else "base",
+            *(gib(size, 2) for size in (alone.steps_reserved_bytes, alone.peak_reserved_bytes)),
         ]
         link = ""

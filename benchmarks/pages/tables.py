@@ -15,7 +15,7 @@ from graph_worth.harness.best import EAGER
 from graph_worth.harness.judge import ESTIMATED, PASS
 from graph_worth.harness.pages import cells
 from graph_worth.harness.pages.cells import cell, gib, milliseconds, percent, span, times, with_span
-from graph_worth.harness.standing import BESIDE, OUT, SLOWED
+from graph_worth.harness.standing import BESIDE, OUT
 from graph_worth.text import printable
 
 SCREEN = 100
@@ -48,11 +48,6 @@ def gain(row: Row) -> str:
     if row.gain is None:
         return "base" if row.variant == row.base else ""
     return times(row.gain) if row.hosts == 1 else f"{cells.interval(row.gain_low, row.gain_high)}x"
-
-
-def if_slowed(standing: str) -> str:
-    """Words behind a gain over an eager step that a known fault slowed."""
-    return " (eager slowed)" if standing == SLOWED else ""
 
 
 def gain_and_interval(row: Row) -> str:

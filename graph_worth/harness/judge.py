@@ -379,11 +379,6 @@ class Judged:
         variant = self.build.variants.get(name)
         return variant.alone.peak_reserved_bytes if variant and variant.alone else None
 
-    def driver_bytes(self, name: str) -> int | None:
-        """Return what the driver counts for a variant alone; None where it counted another worker, too."""
-        variant = self.build.variants.get(name)
-        return variant.alone.driver_bytes if variant and variant.alone and variant.alone.is_only else None
-
     def added_bytes(self, name: str) -> int | None:
         """Return what a variant needs alone less what the base needs alone."""
         variant_bytes, base_bytes = self.alone_bytes(name), self.alone_bytes(self.base)

@@ -540,12 +540,12 @@ def test_memory_of_parameterized_launches_stands_beside_that_of_the_runs_other_v
     ms = {"eager": 10.0, "graph_layer": 9.0, "graph_parameterized": 8.0}
     put(tmp_path, 0, names=tuple(ms), ms=ms, alone={"eager": 2**30, "graph_parameterized": 2**31})
     eager, launched = table("memory", tmp_path).splitlines()[2:]
-    assert eager.endswith("| `eager` | 10.00 | base |  | 1.00 | 2.00 |  |")
-    assert launched.endswith("| `graph_parameterized` | 8.00 | 1.250x |  | 2.00 | 4.00 |  |")
+    assert eager.endswith("| `eager` | 10.00 | base |  | 1.00 |")
+    assert launched.endswith("| `graph_parameterized` | 8.00 | 1.250x |  | 2.00 |")
     (slowed := tmp_path / "slowed").mkdir()
     run = made_run(names=tuple(ms), ms=ms, alone={"eager": 2**30, "graph_parameterized": 2**31})
     write(with_slowing_variable(run, slowed), slowed / FOLDER)
-    assert "| 8.00 | 1.250x (eager slowed) |" in table("memory", slowed)
+    assert table("memory", slowed) == "Not measured on a GPU yet."
 
 
 def test_memory_of_parameterized_launches_that_stand_apart_stands_beside_that_of_the_preset(tmp_path):
@@ -554,8 +554,8 @@ def test_memory_of_parameterized_launches_that_stand_apart_stands_beside_that_of
     with_apart(run, "parameterized", names=("eager", "graph_parameterized"), ms={"graph_parameterized": 8}, alone=alone)
     write(run, tmp_path / FOLDER)
     eager, layer, launched = table("memory", tmp_path).splitlines()[2:]
-    assert eager.endswith("| `eager` | 10.00 | base |  | 1.00 | 2.00 |  |") and "`graph_layer`" in layer
-    assert launched.endswith("| `graph_parameterized` | 8.00 | 1.250x |  | 2.00 | 4.00 |  |")
+    assert eager.endswith("| `eager` | 10.00 | base |  | 1.00 |") and "`graph_layer`" in layer
+    assert launched.endswith("| `graph_parameterized` | 8.00 | 1.250x |  | 2.00 |")
 
 
 def test_memory_alone_is_of_the_newest_run_that_measured_it(tmp_path):

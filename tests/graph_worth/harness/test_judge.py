@@ -999,15 +999,6 @@ def test_memory_alone_and_energy():
     assert found.joules("eager") is None and found.sm_mhz("eager") is None
 
 
-def test_what_the_driver_counts_is_of_one_process_or_unknown():
-    run = made_run(alone={"eager": 4 * 2**30, "graph_layer": 5 * 2**30})
-    assert judge.judged(run)[""].driver_bytes("graph_layer") == 10 * 2**30
-    # As in older files, which counted the context of the next worker.
-    variant(run).alone.is_only = False
-    found = judge.judged(run)[""]
-    assert found.driver_bytes("graph_layer") is None and found.alone_bytes("graph_layer") == 5 * 2**30
-
-
 def test_steps_that_differ_in_kind_have_a_typical_step_and_no_rate():
     run = made_run(ms={"graph_layer": [[4.0, 4.0, 4.0, 20.0, 20.0, 30.0]]})
     build = run.builds[""]
