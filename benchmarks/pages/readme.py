@@ -270,8 +270,9 @@ def _model(results, page, argument):
     if not timed:
         return "Not measured in blocks on a GPU yet."
     left = tables.as_list(tables.not_timed(results, rows))
-    # Each row has its base's ms beside it; results/overview.md has the rows of bases and controls.
-    shown = [row for row in timed if row.variant != row.base and not row.control] or timed
+    # Each row has its base's ms beside it. results/overview.md also has the rows of bases and controls, and of earlier
+    # files of a step whose eager was slowed.
+    shown = [row for row in timed if row.variant != row.base and not row.control and not _is_superseded(row)] or timed
     lines, before = [], ""
     for row in shown:
         gpus = f"{row.ranks} " * (row.ranks > 1) + headlines.short(row.gpu)
@@ -281,6 +282,10 @@ def _model(results, page, argument):
         before = name
     table = tables.markdown(list(tables.OF_MODEL), lines)
     return table + (f"\n\nWithout a number:\n\n{left}" if left else "")
+
+
+def _is_superseded(row):
+    return frame.EARLIER in row.workload and row.standing == SLOWED
 
 
 def _row(results, page, argument):
