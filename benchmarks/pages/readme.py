@@ -11,7 +11,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: model gpt3 -->  the variants of a model on GPUs beside their bases
     <!-- table: sweeps gpt3 --> the sweeps of a model, with figures and the sizes at which gains end; "" without any
     <!-- table: decide -->      what to do, by step / busy, with measured workloads
-    <!-- table: scopes -->      Megatron's scopes beside the variants here; "scopes llama31": all of one model
+    <!-- table: scopes -->      Megatron's scopes beside the variants here
     <!-- table: memory -->      parameterized launches beside eager and other graphs: ms, and memory alone in a process
     <!-- table: roofline -->    how far graphs lie from the launch roofline
     <!-- table: lengths -->     RNN-T with changing lengths, host by host

@@ -1,9 +1,9 @@
-"""Megatron's scopes of CUDA graphs beside this repository's variants, all scopes of one model, and Megatron's own."""
+"""Megatron's scopes of CUDA graphs beside this repository's variants, and Megatron's own."""
 
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frame import WORKLOAD, Results, Row
+from benchmarks.frame import WORKLOAD, Results
 from benchmarks.pages import headlines, tables
 from benchmarks.pages.markdown import in_markdown
 from graph_worth.harness.files.facts import stem
@@ -38,45 +38,25 @@ SCOPES = (
 )
 
 
-def markdown(results: Results, page: Path, argument: str = "") -> str:
-    """The table; a cell for each workload that measured the variant. argument: a model, for its scopes alone."""
-    if argument:
-        return _of_model(results, page, argument)
+def markdown(results: Results, page: Path, _: str = "") -> str:
+    """The table; a cell for each workload that measured the variant."""
     lines = []
     for scope in SCOPES:
         here = f"[{scope.model}](../{scope.model}/README.md) `{scope.variant}`"
         # docs/log.md lists the variants that no run has measured.
         if texts := _measured(results, page, scope):
             lines.append([scope.impl, scope.scope, scope.captured, here, "<br>".join(texts)])
-    return tables.markdown(["Impl", "Scope", "In the graphs", "Here", "Measured"], lines)
-
-
-def _of_model(results, page, model):
-    """Rows of a model: gain, memory alone and issue of eager and of each scope that a run has measured."""
-    lines = []
-    for scope in (Scope("", "", "nothing", model, "eager"), *(setting for setting in SCOPES if setting.model == model)):
-        for row in _rows(results, model, scope.variant):
-            if row.status != PASS:
-                continue
-            run = f"{tables.linked(row.workload, row, page)} ({in_markdown(headlines.short(row.gpu))})"
-            cells = [tables.CELLS[name](row) for name in ("alone GiB", "issue ms")]
-            gain = tables.gain_range(row) or "base"
-            lines.append([f"`{scope.variant}`", scope.captured, run, gain, *map(in_markdown, cells)])
-    names = ["Variant", "In the graphs", "Run", "gain", "alone GiB", "issue ms"]
+    names = ["Impl", "Scope", "In the graphs", "Here", "Measured"]
     return tables.markdown(names, lines) if lines else "No run has measured them yet."
 
 
-def _rows(results: Results, model: str, variant: str) -> list[Row]:
-    """The rows of a variant on GPUs, of a quiet host and of the preset that is measured as it is."""
-    rows = results.rows
+def _measured(results, page, scope):
+    """Gains on quiet hosts with a GPU, with a preset that is measured as it is, or those of archived hosts."""
+    rows, texts = results.rows, []
     is_quiet = (rows["gpu"] != "CPU") & (rows["busy_processes"] == 0) & (rows["build"] == "")
     is_plain = rows["preset"].map(stem).isin(["bench", "qwen3_share"]) & (rows["over"] == "")
-    return results.records(is_quiet & is_plain & (rows["model"] == model) & (rows["variant"] == variant))
-
-
-def _measured(results, page, scope):
-    texts = []
-    for row in _rows(results, scope.model, scope.variant):
+    is_of_scope = (rows["model"] == scope.model) & (rows["variant"] == scope.variant)
+    for row in results.records(is_quiet & is_plain & is_of_scope):
         gain = tables.gain_and_hosts(row, headlines.short(row.gpu))
         if gain:
             texts.append(f"{tables.linked(row.workload, row, page)} {in_markdown(gain)}")
