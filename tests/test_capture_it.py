@@ -30,6 +30,8 @@ BLOCKS = {
     part.partition("\n")[0]: re.findall(r"```python\n(.*?)```", part, re.DOTALL) for part in PAGE.split("\n## ")[1:]
 }
 (LOOP,) = BLOCKS["A loop of your own"]
+# Its block is a line of the loop's.
+COMPILED = "Compiled modules"
 # Those that have a test of their own: processes, and other libraries.
 ELSEWHERE = {"DDP", "Lightning", "Transformers' Trainer", "accelerate"}
 CASES = [name for name, blocks in BLOCKS.items() if blocks and name not in ELSEWHERE]
@@ -64,10 +66,11 @@ def trained(name, monkeypatch=None):
     """Run the first block and the case's, and return the names that they leave; eagerly where they may be patched."""
     if monkeypatch:
         monkeypatch.setattr(graph_worth, "graphed", lambda step, owned, **_: step, raising=False)
-    is_first = name == "A loop of your own"
-    names = {"loader": loader("A loop of your own")[: None if is_first else 1]}
+    is_first = name in ("A loop of your own", COMPILED)
+    names = {"loader": loader(name) if is_first else loader("A loop of your own")[:1]}
     torch.manual_seed(0)
-    exec(compile(LOOP, "capture_it.md", "exec"), names)
+    more = BLOCKS[name][0] if name == COMPILED else ""
+    exec(compile(LOOP.replace("step = graphed(", f"{more}step = graphed("), "capture_it.md", "exec"), names)
     if not is_first:
         names["loader"] = loader(name)
         exec(compile(BLOCKS[name][0], "capture_it.md", "exec"), names)
