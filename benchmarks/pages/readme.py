@@ -292,7 +292,7 @@ def _row(results, page, argument):
     """Return a line for each headline of a model: its graph, its gain and its hosts."""
     lines = [line for line in headlines.of(results) if line.page.parent.name == argument]
     gains = [
-        f"**`{line.variant}`** of {in_markdown(line.words)} gained "
+        f"Gains of **`{line.variant}`** of {in_markdown(line.words)}: "
         f"{in_markdown('; '.join(gain.text for gain in line.gains))}. Hosts: {in_markdown(line.hosts_text)}."
         for line in lines
     ]

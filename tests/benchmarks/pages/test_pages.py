@@ -369,7 +369,8 @@ def test_a_model_has_its_headlines_in_a_line_and_the_front_page_has_batch_and_pr
     run.begin_utc = "2026-12-09T00:00:00Z"
     write(run, tmp_path / "h200x1/gpt3-bench")
     assert "| each layer | 8,192 tokens, FP8 | 8.00 (H200)" in table("front", tmp_path)
-    assert table("row", tmp_path, "gpt3").startswith("**`graph_layer`** of GPT-3 175B gained H200 1.25 to 1.71x; H100 ")
+    line = "Gains of **`graph_layer`** of GPT-3 175B: H200 1.25 to 1.71x; H100 "
+    assert table("row", tmp_path, "gpt3").startswith(line)
     assert table("row", tmp_path, "rnnt") == readme.NOTHING
 
 
