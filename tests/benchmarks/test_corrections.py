@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import corrections, frame, overview
 from graph_worth.folders import ROOT
-from tests.helpers.made_run import FOLDER, made_run, put, write
+from tests.helpers.made_run import FOLDER, made_run, put, with_slowing_variable, write
 
 # The boots that corrections named in headlines when the rule was written.
 BOOTS = ["58c7d6", "871fa6", "a6d3b1", "da8284", "e8ac02", "4d9d7c", "fba8db", "c50aef"]
@@ -88,11 +88,9 @@ def test_one_entry_that_cannot_be_read_leaves_the_next(tmp_path):
     [("[]", {"A": "1"}, "slowed"), ('["gpt3/bench"]', {"A": "1"}, "unknown"), ("[]", {}, "unknown")],
 )
 def test_a_variable_that_slows_eager_takes_runs_out_of_headlines(tmp_path, spares, variables, kind):
-    run = made_run(ms={"graph_layer": 5.0}, issue=(9.9, 5.0))
+    run = with_slowing_variable(made_run(ms={"graph_layer": 5.0}, issue=(9.9, 5.0)), tmp_path, spares)
     run.host.variables = variables
     write(run, tmp_path / FOLDER)
-    text = f'[[slowed]]\nvariable = "A"\nspares = {spares}\nwhy = "A slowed eager"\n'
-    (tmp_path / "corrections.toml").write_text(text)
     results = frame.load(tmp_path)
     assert {*results.points["standing"]} == {kind} and results.faults == []
     assert ("no headline: A slowed eager" in results.records()[1].note) == (kind == "slowed")

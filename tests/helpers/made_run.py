@@ -169,9 +169,10 @@ def quiet(run: Run, alone_ms: float | None = None) -> Run:
     return run
 
 
-def with_slowing_variable(run: Run, root: Path) -> Run:
+def with_slowing_variable(run: Run, root: Path, spares: str = "[]") -> Run:
     """The run with a variable that slowed eager, by the corrections of the root."""
-    (root / "corrections.toml").write_text('[[slowed]]\nvariable = "A"\nspares = []\nwhy = "A slowed eager"\n')
+    text = f'[[slowed]]\nvariable = "A"\nspares = {spares}\nwhy = "A slowed eager"\n'
+    (root / "corrections.toml").write_text(text)
     run.host.variables = {"A": "1"}
     return run
 
