@@ -33,7 +33,7 @@ from graph_worth.harness import command, intervals
 from graph_worth.harness.best import AS_FAST, EAGER, REDUCE_OVERHEAD, RUNS_DIFFER, Best, best_of, of_state
 from graph_worth.harness.command import RUNS, Mistake, shown
 from graph_worth.harness.files import run_file
-from graph_worth.harness.files.facts import Run, Variant, digits
+from graph_worth.harness.files.facts import Run, Variant
 from graph_worth.harness.files.workload import Workload, build_of, workload_of
 from graph_worth.harness.intervals import Ratio
 from graph_worth.harness.judge import ESTIMATED, PASS, Judged, Noted, judged
@@ -51,6 +51,7 @@ from graph_worth.harness.standing import (
     no_headline,
     standing_of,
 )
+from graph_worth.text import digits
 
 # In the label of a user's step that a newer run measured with another file, before four digits of its digest.
 EARLIER = ", earlier file"

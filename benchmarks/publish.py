@@ -18,12 +18,12 @@ from graph_worth.harness import program_epochs
 from graph_worth.harness.checks import FENCES
 from graph_worth.harness.command import parser_of
 from graph_worth.harness.files import run_file
-from graph_worth.harness.files.facts import Census, Epochs, Run, digits, folder_of, folder_of_sweep
+from graph_worth.harness.files.facts import Census, Epochs, Run, folder_of, folder_of_sweep
 from graph_worth.harness.files.run_file import CENSUS, EPOCHS, Content, runs_of
 from graph_worth.harness.judge import Judged, judged
 from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.machine.source import last_commits, source_hash_of_commit
-from graph_worth.text import printable
+from graph_worth.text import digits, printable
 
 # A run of few cycles adds a host or a size; its row says so and is no headline by itself.
 LEAST_CYCLES = 3

@@ -18,6 +18,11 @@ def printable(text) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
+def digits(value: float) -> str:
+    """Return a time with three digits or more."""
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
+
+
 _PATH = re.compile(r"""(?:(?<![\w.])|(?<=-[A-Z]))~?/[^:;,="']+""")
 
 

@@ -13,9 +13,10 @@ from functools import cached_property
 
 from graph_worth.harness import checks, intervals
 from graph_worth.harness.checks import LARGEST_OF_ONE_BLOCK, OF_NUMBERS, Fault, Found, fault_of, scatter_of_losses
-from graph_worth.harness.files.facts import Block, Build, Course, Profile, Run, Variant, digits
+from graph_worth.harness.files.facts import Block, Build, Course, Profile, Run, Variant
 from graph_worth.harness.intervals import Ratio
 from graph_worth.measuring.parity import SCATTER_FACTOR, ParityOfRuns, agreement, amount, loss_deviation
+from graph_worth.text import digits
 
 PASS, FAILED = "pass", "failed"
 # A base whose blocks differ by more than this from itself alone in a process is no headline.

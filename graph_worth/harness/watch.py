@@ -5,16 +5,18 @@
     python -m benchmarks.watch --json -- python train.py          what was seen as JSON; all else on stderr
 
 Steps are the calls of a torch.optim optimizer's step(); after ten, ten are timed, and the next ten have their kernels
-and their reads on the host noted. What was seen follows the script's own output, on stderr. Exit status: the script's,
-128 + n where signal n ended it; 2 for a mistake on the command line.
+and their reads on the host noted. What was seen is printed then, on stderr, or at the script's end. Exit status: the
+script's, 128 + n where signal n ended it; 2 for a mistake on the command line.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from graph_worth.folders import PACKAGE
@@ -27,6 +29,7 @@ HOOK = PACKAGE / "your_step" / "hook"
 # The environment variable that the hook reads.
 FOLDER = "GRAPH_WORTH_WATCH"
 NEEDED = 30
+POLL_S = 0.5
 # Of what a process has told, see ScriptWatch of graph_worth/your_step/script_watch.py.
 _OF_STEPS = ("steps", "loop", "optimizer", "num_calls", "step_ms", "issue_ms", "second_streams")
 _OF_GPU = ("busy_ms", "kernels", "collective_ms", "graph_share")
@@ -53,10 +56,10 @@ NOT_SEEN = {
 }
 
 
-def run(words: list[str], folder: Path, stdout=None) -> int:
+def run(words: list[str], folder: Path, stdout=None, meanwhile: Callable[[], None] = lambda: None) -> int:
     """Run a command with the hook; return its exit status, 128 + n where signal n ended it.
 
-    stdout: a file in the place of this program's.
+    stdout: a file in the place of this program's. meanwhile: is called again and again until the command ends.
 
     Raises:
         Mistake: it cannot be started.
@@ -71,8 +74,11 @@ def run(words: list[str], folder: Path, stdout=None) -> int:
     signal.signal(signal.SIGINT, lambda *_: None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: process.send_signal(number))
-    status = process.wait()
-    return status if status >= 0 else 128 - status
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(POLL_S)
+            return status if status >= 0 else 128 - status
+        meanwhile()
 
 
 def seen_by(folder: Path) -> tuple[int, dict]:
@@ -82,6 +88,12 @@ def seen_by(folder: Path) -> tuple[int, dict]:
     """
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("steps-*.json"))]
     return len(reports), min(reports, key=lambda report: (report["rank"], -report["steps"]), default={})
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether all processes that made steps have told all that they will."""
+    reports = [json.loads(path.read_text()) for path in folder.glob("steps-*.json")]
+    return bool(reports) and all("reads" in report or "error" in report for report in reports)
 
 
 def text_of(folder: Path) -> str:
@@ -183,14 +195,21 @@ def main(argv=None) -> int:
 
     def work() -> int:
         with tempfile.TemporaryDirectory() as name:
-            status = run(words, Path(name), sys.__stderr__ if args.json else None)
-            lines = text_of(Path(name)).splitlines()
-            if status > 128 and status - 128 in set(signal.Signals):
-                lines.insert(0, f"the script was ended by {signal.Signals(status - 128).name}")
-            lines = list(map(printable, lines))
-            print("\n".join(["", *lines]), file=sys.stderr)
+            folder, shown = Path(name), []
+
+            def show(status=0):
+                lines = text_of(folder).splitlines()
+                if status > 128 and status - 128 in set(signal.Signals):
+                    lines.insert(0, f"the script was ended by {signal.Signals(status - 128).name}")
+                text = "\n".join(map(printable, lines))
+                if text not in shown:
+                    print(f"\n{text}", file=sys.stderr, flush=True)
+                shown.append(text)
+
+            status = run(words, folder, sys.__stderr__ if args.json else None, lambda: is_whole(folder) and show())
+            show(status)
             if args.json:
-                print(json.dumps(as_json(Path(name), status, "\n".join(lines))))
+                print(json.dumps(as_json(folder, status, shown[-1])))
         return status
 
     return command.exit_status(parser.prog, work, stopped="")

@@ -532,8 +532,3 @@ def folder_of(model: str, preset: str, label: str) -> str:
 def folder_of_sweep(model: str, preset: str, label: str, over: str) -> str:
     """Return the name of the folder of a sweep, as gpt3-bench-over-batch."""
     return folder_of(model, preset, "-".join(filter(None, [label, "over", over])))
-
-
-def digits(value: float) -> str:
-    """Return a time with three digits or more."""
-    return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"

@@ -1,6 +1,6 @@
 """The text of numbers in tables: of a run's own table, and of the suite's pages. None and NaN have no text."""
 
-from graph_worth.harness.files.facts import digits
+from graph_worth.text import digits
 
 GIB = 2**30
 # Where the most that a graph can gain is not known, and the reason is.

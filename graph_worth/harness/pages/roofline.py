@@ -5,10 +5,12 @@ step gains about max(1, h / x). docs/method.md says how far our runs lie from it
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from graph_worth.harness.judge import Judged
 from graph_worth.harness.pages.cells import cell
+
+if TYPE_CHECKING:  # `watch` needs no package
+    from graph_worth.harness.judge import Judged
 
 # The lines of a figure: hosts that need so many us to issue a kernel. Then its ticks.
 HOSTS = (10, 20, 40, 80)
@@ -48,7 +50,7 @@ def gain(ratio: float) -> float:
     return max(1.0, ratio)
 
 
-def point_of(judged: Judged, name: str, busy: bool = False) -> Point | None:
+def point_of(judged: "Judged", name: str, busy: bool = False) -> Point | None:
     """Return the point of a variant; None on a CPU, and without kernels, busy time or issue time of its program."""
     program = judged.uncaptured(name) if judged.base and judged.run.device == "cuda" else ""
     kernels = judged.build.variants[program].profile.kernels if program else None
@@ -60,7 +62,7 @@ def point_of(judged: Judged, name: str, busy: bool = False) -> Point | None:
     return Point(name, program, 1e3 * working_ms / kernels, 1e3 * issue_ms / kernels, ratio.ratio if ratio else None)
 
 
-def points_of(judged: Judged) -> list[Point]:
+def points_of(judged: "Judged") -> list[Point]:
     """Return the graphs of a build that have a gain, the best first; the base alone where no graph has one."""
     points = [point for name in judged.build.variants if (point := point_of(judged, name))]
     graphs = [point for point in points if point.gain is not None]

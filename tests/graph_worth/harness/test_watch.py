@@ -152,6 +152,22 @@ def test_reads_of_loaders_masks_and_lbfgs_are_seen_and_those_that_a_capture_skip
     assert lines[-1] == watch.RARE, lines
 
 
+def test_what_was_seen_stands_there_while_the_script_goes_on_and_once(tmp_path):
+    code = f"train(30)\nwhile not os.path.exists({str(tmp_path / 'end')!r}): torch.ones(1)"
+    (tmp_path / "train.py").write_text(HEAD + code)
+    words = [sys.executable, "-m", "benchmarks.watch", "--", sys.executable, str(tmp_path / "train.py")]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        lines = [next(process.stderr) for _ in range(4)]
+        (tmp_path / "end").touch()
+        assert lines[1].startswith("a step is a call of step()") and lines[3] == "reads on the host: none\n"
+        assert process.stderr.read() == "" and process.wait() == 0
+
+
+def test_no_package_is_needed():
+    code = "import sys; sys.modules |= {'msgspec': None, 'torch': None}; import graph_worth.harness.watch"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_a_signal_is_handed_on_to_the_script(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import signal, time\nprint('ready', flush=True)\ntime.sleep(60)")
