@@ -16,8 +16,7 @@ import torch
 
 from common.history import History
 from common.precision import transformer_engine
-from common.precision.fp8 import NoScaling
-from graph_worth import StaticInputs, Unsupported, mark, section
+from graph_worth import StaticInputs, Unsupported, mark, section, variant
 
 VERSION = "0.19.2"
 APEX = "fused_weight_gradient_mlp_cuda"
@@ -51,7 +50,8 @@ def start(device: torch.device, microbatches: int) -> None:
     try:
         importlib.import_module(APEX)
     except ImportError:
-        sys.modules[APEX] = types.SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate)  # type: ignore[assignment]
+        gemms = {"wgrad_gemm_accum_fp32": _accumulate, "wgrad_gemm_accum_fp16": _accumulate}
+        sys.modules[APEX] = types.SimpleNamespace(**gemms)  # type: ignore[assignment]
     from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
 
     if not torch.distributed.is_initialized():
@@ -65,15 +65,38 @@ def start(device: torch.device, microbatches: int) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(1234, te_rng_tracker=True)
 
 
+def transformer_options(config, **more) -> dict:
+    """Return the fields of Megatron's TransformerConfig that all slices have, and `more`."""
+    return {
+        "num_layers": config.layers,
+        "hidden_size": config.hidden,
+        "kv_channels": config.head_dim,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "perform_initialization": False,
+        "bias_activation_fusion": True,
+        "bias_dropout_fusion": True,
+        "gradient_accumulation_fusion": True,
+        "fp8": "hybrid" if config.precision == "fp8" else None,
+        **more,
+    }
+
+
 class MegatronState(History):
     """GPTModel of Transformer Engine's layers in DDP, Megatron's Adam, and our batches.
 
-    fields: "options" of TransformerConfig, "model": of GPTModel, "adam": of OptimizerConfig. initialise(named
-    parameters): sets Megatron's parameters in place. inputs: tokens and targets of a step, [m, s, b].
+    batches: tokens and targets of a step, [m, s, b]. settings: "options" of TransformerConfig, "model" of GPTModel,
+    "ddp" of DistributedDataParallelConfig, and "adam", the model's numbers. initialise(name, parameter, master): sets a
+    parameter of Megatron's and its FP32 master in place.
     """
 
-    def __init__(self, config, device: torch.device, batches: list, fields: dict, initialise):
-        start(device, config.microbatches)
+    def __init__(self, config, device: torch.device, batches: list, settings: dict, initialise):
+        self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in batches[0].items()})
+        names = ("num_microbatches", "seq_length", "micro_batch_size")
+        self.sizes = dict(zip(names, self.inputs["tokens"].shape, strict=True))
+        start(device, self.sizes["num_microbatches"])
         transformer_engine.transformer_engine()
         from megatron.core import distributed, full_cuda_graph, optimizer, pipeline_parallel
         from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -82,28 +105,29 @@ class MegatronState(History):
 
         # Captures and the nodes that accumulate gradients then share the stream of all variants.
         full_cuda_graph._shared_capture_stream = torch.cuda.current_stream()
-        self.config, self.batches, self._options, self._initialise = config, batches, fields["options"], initialise
+        self.config, self.batches, self._options, self._initialise = config, batches, settings["options"], initialise
         self.megatron = megatron = self.configured("none")
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-        module = GPTModel(megatron, spec, parallel_output=True, **fields["model"]).to(device)
+        module = GPTModel(
+            megatron, spec, max_sequence_length=self.sizes["seq_length"], parallel_output=True, **settings["model"]
+        ).to(device)
         annotate_first_last_layer(module.decoder.layers)
         self.model, self.layers = module, module.decoder.layers
-        ddp = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=False)
+        ddp = distributed.DistributedDataParallelConfig(check_for_nan_in_grad=False, **settings["ddp"])
         self.ddp = distributed.DistributedDataParallel(megatron, ddp, Float16Module(megatron, module))
-        numbers = optimizer.OptimizerConfig(bf16=True, params_dtype=torch.bfloat16, **fields["adam"])
+        adam = settings["adam"]
+        numbers = {"lr": config.lr, "adam_eps": adam["eps"], "clip_grad": adam["clip"]}
+        numbers |= {"adam_beta1": adam["betas"][0], "adam_beta2": adam["betas"][1]}
+        numbers |= {"weight_decay": adam["weight_decay"], "params_dtype": torch.bfloat16}
+        numbers = optimizer.OptimizerConfig(bf16=True, **numbers)
         self.optimizer = optimizer.get_megatron_optimizer(numbers, [self.ddp], use_gloo_process_groups=False)
         (chained,) = self.optimizer.chained_optimizers
         self.adam = chained.optimizer
         chained.init_state_fn(self.adam)
         self.schedule = pipeline_parallel.get_forward_backward_func()
-        scaling = transformer_engine.TransformerEngineScaling
-        self.fp8 = scaling(self.layers, config.amax_history) if config.precision == "fp8" else NoScaling()
+        self.fp8 = transformer_engine.TransformerEngineScaling(self.layers)  # of delayed scaling, where it has any
         super().__init__(device)
-        shape = (config.microbatches, config.sequence, config.microbatch)
-        self.inputs = StaticInputs(
-            {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in ("tokens", "targets")}
-        )
-        positions = torch.arange(config.sequence, device=device).expand(config.microbatch, -1)
+        positions = torch.arange(self.sizes["seq_length"], device=device).expand(self.sizes["micro_batch_size"], -1)
         self._microbatches = [
             {"tokens": tokens.t(), "targets": targets.t(), "positions": positions}
             for tokens, targets in zip(self.inputs["tokens"], self.inputs["targets"], strict=True)
@@ -126,10 +150,8 @@ class MegatronState(History):
             forward_step_func=forward_step,
             data_iterator=iter(self._microbatches),
             model=[self.ddp],
-            num_microbatches=self.config.microbatches,
-            seq_length=self.config.sequence,
-            micro_batch_size=self.config.microbatch,
             forward_only=False,
+            **self.sizes,
         )
         return torch.stack([result["loss"] for result in results]).mean()
 
@@ -146,11 +168,12 @@ class MegatronState(History):
         self.losses[slot].copy_(loss)
         self.grad_norms[slot].copy_(torch.as_tensor(norm).squeeze())
 
+    @torch.no_grad()
     def reset(self) -> None:
         """Set all that a step reads or writes back to the seeded start, in place."""
-        self._initialise(self.model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            self._initialise(name, parameter, parameter.main_param)
         self.ddp.zero_grad_buffer()
-        self.optimizer.reload_model_params()
         for group in self.adam.param_groups:
             group.pop("step", None)
         for moments in self.adam.state.values():
@@ -177,6 +200,12 @@ def forward_step(data_iterator, model):
         return loss, {"loss": loss.detach().clone()}
 
     return model(batch["tokens"], batch["positions"], None), mean_loss
+
+
+@variant("megatron_eager", kind="eager", parity="bitwise", builds=("megatron",), when=lambda c: c.layer == "megatron")
+def eager_step(state: MegatronState, index: int):
+    """Megatron-Core's eager step: cuda_graph_impl none."""
+    state.step(index)
 
 
 class MegatronCapture:
@@ -230,8 +259,19 @@ class MegatronCapture:
     _take_out = _put_in
 
 
+@variant(
+    "megatron_local",
+    kind="graph",
+    graphs=lambda c: 2 * c.layers,
+    replays=lambda c: c.layer_passes,
+    parity=1e-2,  # with delayed scaling
+    reference="megatron_eager",
+    builds=("megatron",),
+    traits={"kernels": "with delayed scaling the FP8 history of gradients ages with each layer and microbatch"},
+    when=lambda c: c.layer == "megatron",
+)
 class Local(MegatronCapture):
-    """`CudaGraphManager`: a forward and a backward graph for each layer, which the microbatches share."""
+    """Megatron-Core's CudaGraphManager: a forward and a backward graph for each layer, which the microbatches share."""
 
     impl = "local"
     managers: tuple = ()
@@ -266,8 +306,18 @@ class Local(MegatronCapture):
         self.graphs.delete_cuda_graphs()
 
 
+@variant(
+    "megatron_te",
+    kind="graph",
+    graphs=lambda c: 2 * c.layers,
+    replays=lambda c: c.layer_passes,
+    parity="bitwise",
+    reference="megatron_eager",
+    builds=("megatron",),
+    when=lambda c: c.layer == "megatron",
+)
 class TransformerEngineHelper(MegatronCapture):
-    """`TECudaGraphHelper`: make_graphed_callables of Transformer Engine for each layer, without clones of gradients."""
+    """Megatron-Core's TECudaGraphHelper: Transformer Engine's graphs of each layer, no clones of gradients."""
 
     impl = "transformer_engine"
     _of_layers: tuple = ()
@@ -276,10 +326,11 @@ class TransformerEngineHelper(MegatronCapture):
     def _make(self):
         from transformer_engine.pytorch.graph import make_graphed_callables
 
-        state, config = self.state, self.state.config
+        state, sizes = self.state, self.state.sizes
         without_clones = functools.partial(make_graphed_callables, clone_param_grads_on_return=False)
         self.graphs.make_graphed_callables = without_clones
-        helper = self.graphs.TECudaGraphHelper([state.ddp], state.megatron, config.sequence, config.microbatch, [])
+        shape = sizes["seq_length"], sizes["micro_batch_size"]
+        helper = self.graphs.TECudaGraphHelper([state.ddp], state.megatron, *shape, [])
         helper.create_cudagraphs()
         self._of_layers = tuple(layer.cuda_graphs for layer in state.layers)
         # Their gradients are in main_grad already, which a replay does not say, and what it returns must not be added.
@@ -300,8 +351,17 @@ class TransformerEngineHelper(MegatronCapture):
                 graph.reset()
 
 
+@variant(
+    "megatron_full",
+    kind="graph",
+    graphs=1,
+    parity="bitwise",
+    reference="megatron_eager",
+    builds=("megatron",),
+    when=lambda c: c.layer == "megatron",
+)
 class FullIteration(MegatronCapture):
-    """`FullCudaGraphWrapper`: forward and backward of all microbatches in one graph; the optimizer stays eager."""
+    """Megatron-Core's FullCudaGraphWrapper: forward and backward of all microbatches, the optimizer eager."""
 
     impl = "full_iteration"
 

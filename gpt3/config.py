@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from common import flops
-from common.parallel.groups import Parallel, Ranks, require_divisible, require_schedule
+from common.parallel.groups import Parallel, require_divisible, require_schedule
 from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
 
 PRECISIONS = ("fp8", "bf16", "fp32")
@@ -89,16 +89,11 @@ class Config(Parallel, Timing):
         """Forward and backward passes of layers in a step of one stage."""
         return 2 * self.stage_layers * self.microbatches
 
-    def ranks(self, world_size: int) -> Ranks:
-        if not self.alone and self.layer != "megatron":
-            return super().ranks(world_size)
-        if world_size != 1:
-            what = f"--pp-rank {self.pp_rank} runs one stage" if self.alone else "--layer megatron runs"
-            raise ValueError(f"{what} by itself, this run has {world_size} ranks")
-        return Ranks(1)
-
-    def world_sizes(self) -> dict[str, int]:
-        return {"at_most": 1} if self.alone or self.layer == "megatron" else super().world_sizes()
+    @property
+    def by_itself(self) -> str:
+        if self.alone:
+            return f"--pp-rank {self.pp_rank} runs one stage"
+        return "--layer megatron runs" if self.layer == "megatron" else ""
 
 
 _TINY = {
@@ -141,7 +136,8 @@ SWEEPS = {"batch": ["microbatch"], "sequence": ["sequence"], "width": ["heads", 
 TORCH_BF16 = {"layer": "torch", "precision": "bf16"}
 
 FACTS = {
-    "files": ["other_variants", "pipeline.stage", "pipeline.stage_graphs", "megatron"],
+    "files": ["other_variants", "pipeline.stage", "pipeline.stage_graphs"],
+    "shared": ["common.megatron"],
     "builds": {"torch_bf16": TORCH_BF16, "megatron": {"layer": "megatron"}},
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},

@@ -304,13 +304,15 @@ def parse(
         builds: name -> fields of the config, of builds beside the preset.
         argv: command line; the process's unless given.
         facts: parity_variables, sweeps, presets_need: see `graph_worth.describe`. require: require(args) raises a
-            ValueError where they cannot run on any device; `build` comes later, when the ranks have met.
+            ValueError where they cannot run on any device; `build` comes later, when the ranks have met. shared: names
+            of modules outside of the package that declare variants, too.
 
     A config that has require_ranks(world_size) raises a ValueError there where this process's ranks do not fit.
     """
     script = script_of(model)
     with command_line.mistakes_in_one_line(f"python -m {script}"):
-        variants = scan([script, *(f"{script.rpartition('.')[0]}.{file}" for file in files)])
+        more = [f"{script.rpartition('.')[0]}.{file}" for file in files]
+        variants = scan([script, *more, *facts.pop("shared", ())])
         for declared in variants.values():
             if declared.apart in (builds or {}):
                 raise ValueError(f"{declared.place}: apart {declared.apart!r} is the name of a build")

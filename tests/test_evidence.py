@@ -79,8 +79,7 @@ def test_the_log_lists_what_no_published_run_has_measured():
     measured = {model: set(rows["variant"]) for model, rows in points.groupby("model")}
     named = {}
     for model in script.models():
-        sources = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / model).rglob("*.py")))
-        named[model] = set(re.findall(r"@variant\(\s*\"(\w+)\"", sources)) - measured[model]
+        named[model] = set(script.describe(model, [])["variants"]) - measured[model]
     labels = [label.split("-build")[0].replace("-", "_") for label in points[points["model"] == OWN_STEP]["label"]]
     named["examples/steps"] = {path.stem for path in (ROOT / "examples/steps").glob("*.py")} - {*labels}
     section = (ROOT / "docs/log.md").read_text(encoding="utf-8").split("## Has no published run\n")[1].split("\n## ")[0]

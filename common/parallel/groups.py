@@ -32,8 +32,17 @@ class Parallel:
     pp: int = option(1, "stages that the layers are split into (pipeline parallelism)")
     cp: int = option(1, "ranks that share each sequence (context parallelism)")
 
+    @property
+    def by_itself(self) -> str:
+        """Return the flag for which a run has one rank alone, as "--layer megatron runs", or ""."""
+        return ""
+
     def ranks(self, world_size: int) -> "Ranks":
         """Sizes for a run of `world_size` processes. ValueError where it is no multiple of tp x pp x cp."""
+        if self.by_itself:
+            if world_size != 1:
+                raise ValueError(f"{self.by_itself} by itself, this run has {world_size} ranks")
+            return Ranks(1)
         require_fields(self, ("tp", "pp", "cp"), lambda size: size >= 1, "a number from 1 up")
         ranks_per_copy = self.tp * self.pp * self.cp
         if world_size % ranks_per_copy:
@@ -50,7 +59,7 @@ class Parallel:
 
     def world_sizes(self) -> dict[str, int]:
         """Return the numbers of ranks that a run takes: multiple_of and at_most of `graph_worth.config.needs`."""
-        return {"multiple_of": self.tp * self.pp * self.cp}
+        return {"at_most": 1} if self.by_itself else {"multiple_of": self.tp * self.pp * self.cp}
 
 
 def require_divisible(flag: str, size: int, by: str, count: int) -> int:

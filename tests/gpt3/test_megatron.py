@@ -16,7 +16,7 @@ import torch
 
 from common import megatron
 from gpt3.config import PRESETS, Config
-from gpt3.megatron import model_options, options, our_name
+from gpt3.megatron import our_name, settings
 from gpt3.state import State
 from graph_worth import Unsupported
 
@@ -125,13 +125,15 @@ def plain_model(config, monkeypatch):
     empty = staticmethod(lambda shape, dtype, *rest, **more: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(utils.GlobalMemoryBuffer, "get_tensor", empty)
     monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
-    fields = {name: value for name, value in options(config).items() if "dtype" not in name and "fusion" not in name}
+    options, more = settings(config)["options"], settings(config)["model"]
+    fields = {name: value for name, value in options.items() if "dtype" not in name and "fusion" not in name}
     fields |= {"bf16": False, "layernorm_zero_centered_gamma": False}
     fields |= {"use_cpu_initialization": True, "bias_dropout_fusion": False}
     # tanh's approximation, as Megatron's fused bias and GELU and as Transformer Engine's.
     fields["activation_func"] = lambda x: torch.nn.functional.gelu(x, approximate="tanh")
     spec = gpt_layer_specs.get_gpt_layer_local_spec()
-    return GPTModel(TransformerConfig(**fields), spec, parallel_output=True, **model_options(config))
+    length = config.sequence
+    return GPTModel(TransformerConfig(**fields), spec, max_sequence_length=length, parallel_output=True, **more)
 
 
 def plain_name(name):
@@ -152,7 +154,8 @@ def plain_name(name):
 @needs_megatron
 def test_megatrons_refusal_becomes_the_message(monkeypatch):
     state = object.__new__(megatron.MegatronState)
-    state._options = options(replace(TINY, precision="bf16")) | {"recompute_granularity": "full"}
+    options = settings(replace(TINY, precision="bf16"))["options"]
+    state._options = options | {"recompute_granularity": "full"}
     state._options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     with pytest.raises(Unsupported, match="Megatron-Core refuses: full recompute is only supported with full iter"):
         state.configured("local")
