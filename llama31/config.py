@@ -9,6 +9,7 @@ from common.flops import Transformer
 from common.parallel.groups import Parallel, require_divisible
 from common.scope_rules import Setting, refuse
 from graph_worth import Timing, needs, option, require_fields, require_folder_of_its_own
+from graph_worth.config import flag_of
 from graph_worth.machine.allocator import has_expandable_segments, nccl_registers
 
 PRECISIONS = ("bf16", "fp8", "nvfp4", "nvfp4_emulated")
@@ -21,6 +22,9 @@ ROPE_SCALING = {
 }
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "microbatch")
 _COUNTS += ("microbatches", "share_cp", "batches", "min_steps", "tp", "pp", "cp")
+# Fields of which Megatron-Core's step has the default alone.
+_NOT_BY_MEGATRON = ("tp", "pp", "cp", "ramp", "weights", "moments", "optimizer", "clip", "nan_checks")
+_NOT_BY_MEGATRON += ("validate_every", "checkpoint")
 # The tensor-parallel size whose share `bench` is.
 _SUBMITTED_TP = 8
 
@@ -59,7 +63,9 @@ class Config(Parallel, Timing):
     main_grad: str = option("bf16", "format of the accumulated gradients", ("bf16", "fp32"))
     moments: str = option("fp32", "format of Adam's moments", ("bf16", "fp32"))
     layer: str = option(
-        "auto", "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs", ("auto", "te", "torch")
+        "auto",
+        "te: te.TransformerLayer; torch: plain PyTorch; auto: te where it runs; megatron: Megatron-Core's",
+        ("auto", "te", "torch", "megatron"),
     )
     keep: str = option(
         "auto",
@@ -115,6 +121,16 @@ class Config(Parallel, Timing):
         if max(self.counts) > self.microbatches:
             raise ValueError(f"--ramp {self.ramp}: takes numbers up to --microbatches {self.microbatches}")
         layers_of_stages(self.layers, self.pp)
+        if self.layer == "megatron":
+            if self.precision not in ("bf16", "fp8") or self.keep not in ("auto", "all"):
+                raise ValueError("--layer megatron takes --precision bf16 or fp8, and --keep all")
+            if any(getattr(self, name) != getattr(Config, name) for name in _NOT_BY_MEGATRON):
+                flags = ", ".join(map(flag_of, _NOT_BY_MEGATRON))
+                raise ValueError(f"--layer megatron runs on one GPU, without {flags}")
+
+    @property
+    def by_itself(self) -> str:
+        return "--layer megatron runs" if self.layer == "megatron" else ""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -247,10 +263,12 @@ KEEP = {
 TORCH_BF16 = {"layer": "torch", "precision": "bf16", "weights": "bf16"}
 FACTS = {
     "files": ["pipeline.stage_graphs", "other_variants"],
+    "shared": ["common.megatron"],
     "builds": {
         "validate": {"validate_every": 4},  # training and validation, a graph each, as in NVIDIA's submission
         "torch_bf16": TORCH_BF16,
         "nvfp4_emulated": TORCH_BF16 | {"precision": "nvfp4_emulated"},
+        "megatron": {"layer": "megatron"},
     },
     # Transformer Engine reads it when a layer is made: parity has a process of its own.
     "parity_variables": {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from common import megatron
 from common.fit import fewer_layers
 from common.memory_plan import GIB, budget_bytes
 from common.precision import nvfp4
@@ -39,6 +40,10 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
             config = replace(config, precision="bf16", weights="bf16")
         if fault:
             notes.append(f"plain-PyTorch layer in {config.precision}: {fault}")
+    if config.layer == "megatron":
+        if fault := megatron.fault_of(config.precision):
+            raise ValueError(f"--layer megatron: {fault}")
+        config = replace(config, keep="all")  # nothing is computed again
     if config.layer == "torch" and config.precision == "fp8":
         notes.append("FP8 emulated: operands rounded to FP8, GEMMs in bf16")
     if device.type == "cpu":

@@ -10,7 +10,7 @@ from common.optimizers.adam import Adam
 from common.optimizers.hyperparameters import Hyperparameters
 from common.optimizers.no_adam import NoAdam
 from common.parallel.buckets import GradientBuckets, reduce_norm_
-from common.parallel.groups import make_groups
+from common.parallel.groups import Place, make_groups
 from graph_worth import StaticInputs, Unsupported, mark, section
 from graph_worth.parallel import collectives
 from llama31.config import Config, layers_of_stages
@@ -66,12 +66,9 @@ class State(History):
         )
         # What a microbatch's mean loss counts for in the step's: on the device, since the number of them may change.
         self.share = torch.ones((), device=device)
-        self.source = token_files.open_tokens(config.data)
-        first = self.place.data_rank * config.batches
-        count = config.microbatches * config.microbatch
-        length = config.sequence // config.share_cp
-        self.batches = [self._batch(self.source.batch(first + i, count, length)) for i in range(config.batches)]
-        self.held_out = self._held_out() if config.validate_every else None
+        source = token_files.open_tokens(config.data)
+        self.batches = training_batches(config, device, self.place, source)
+        self.held_out = self._held_out(source) if config.validate_every else None
         self.inputs = StaticInputs({name: rows.to(device, copy=True) for name, rows in self.batches[0].items()})
         self.adam = self._make_adam()
         self.reset()
@@ -276,23 +273,31 @@ class State(History):
     # ------------------------------------------------------------------------------------------------
     # Data
 
-    def _held_out(self):
+    def _held_out(self, source):
         c, count = self.config, self.config.microbatches * self.config.microbatch
         try:
-            rows = self.source.held_out(count, c.sequence // c.share_cp, c.batches * self.ranks.dp, count)
+            rows = source.held_out(count, c.sequence // c.share_cp, c.batches * self.ranks.dp, count)
         except LookupError:
-            raise Unsupported(f"{self.source.name} is too short to hold a batch out") from None
-        return self._batch(rows)
+            raise Unsupported(f"{source.name} is too short to hold a batch out") from None
+        return _batch(c, self.device, self.place, rows)
 
-    def _batch(self, rows):
-        """int64 [sequences, s + 1] -> this context rank's tokens and targets [m, s / cp, b], within the vocabulary."""
-        c = self.config
-        rows = (torch.from_numpy(rows) % (c.vocab // c.share)).view(c.microbatches, c.microbatch, -1).transpose(1, 2)
-        positions = positions_of(c, self.place.context_rank)
-        batch = {"tokens": rows[:, positions].contiguous(), "targets": rows[:, positions + 1].contiguous()}
-        if self.device.type == "cuda":
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return batch
+
+def training_batches(config: Config, device: torch.device, place: Place, source) -> list:
+    """Rotating batches of real text in host memory, pinned for an asynchronous copy."""
+    first, count = place.data_rank * config.batches, config.microbatches * config.microbatch
+    length = config.sequence // config.share_cp
+    rows = (source.batch(first + index, count, length) for index in range(config.batches))
+    return [_batch(config, device, place, sequences) for sequences in rows]
+
+
+def _batch(config, device, place, rows):
+    """int64 [sequences, s + 1] -> a context rank's tokens and targets [m, s / cp, b], within the vocabulary."""
+    c, positions = config, positions_of(config, place.context_rank)
+    rows = (torch.from_numpy(rows) % (c.vocab // c.share)).view(c.microbatches, c.microbatch, -1).transpose(1, 2)
+    batch = {"tokens": rows[:, positions].contiguous(), "targets": rows[:, positions + 1].contiguous()}
+    if device.type == "cuda":
+        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    return batch
 
 
 def _require_number(what, value):

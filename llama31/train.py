@@ -95,7 +95,13 @@ from llama31.validation import GraphedValidation, validate
 
 def build(config: Config, device: torch.device, ranks) -> Training:
     config, notes = resolve(config, ranks.preset, device, ranks.world_size)  # what runs here, and fits
-    state = State(config, device, ranks.rank, ranks.world_size)  # all of the above
+    if config.layer == "megatron":
+        from llama31.megatron import megatron_state
+
+        state, more = megatron_state(config, device), {}
+    else:
+        state = State(config, device, ranks.rank, ranks.world_size)  # all of the above
+        notes, more = [*notes, *state.notes], {"batch_class": state.batch_class}
     data_ranks = config.ranks(ranks.world_size).dp
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Training(
@@ -105,14 +111,14 @@ def build(config: Config, device: torch.device, ranks) -> Training:
         grad_norms=state.read_grad_norms,
         named_state=state.named_state,
         reset=state.reset,
-        batch_class=state.batch_class,
         items=tokens_per_step(config),
         unit="tokens",
         flops=flops_per_step(config),
         flops_convention=CAUSAL_HALF,
         peak_flops=peak_flops(gpu, config.precision),
         card=card(config, device, data_ranks),
-        notes=[*notes, *state.notes],
+        notes=notes,
+        **more,
     )
 
 
@@ -128,6 +134,7 @@ def build(config: Config, device: torch.device, ranks) -> Training:
     parity="bitwise",
     headline=True,
     builds=("", "validate", "torch_bf16", "nvfp4_emulated"),
+    when=lambda c: c.layer != "megatron",
 )
 def eager_step(state: State, index: int):
     """One training step. The host waits for the GPU only with --clip host or --nan-checks; losses are read later."""
@@ -184,6 +191,7 @@ def train_microbatch(state: State, microbatch: int):
     headline=True,
     builds=("", "validate"),
     formerly="graph",
+    when=lambda c: c.layer != "megatron",
 )
 def graphed_pass(state: State, capture: Capture):
     """A replay reads state.inputs, state.share and weights, and writes main_grad and state.microbatch_losses."""
@@ -200,6 +208,7 @@ def graphed_pass(state: State, capture: Capture):
     parity="bitwise",
     headline=True,
     formerly="full_step",
+    when=lambda c: c.layer != "megatron",
 )
 def graphed_step(state: State, capture: Capture):
     """A replay also writes weights, masters, moments, gradient norm and count of steps, and reads the learning rate.
@@ -218,7 +227,7 @@ def graphed_step(state: State, capture: Capture):
     replays=lambda c: c.replays(c.microbatches),
     parity="bitwise",
     formerly="chunk",
-    when=lambda c: c.pp == 1,
+    when=lambda c: c.pp == 1 and c.layer != "megatron",
 )
 def graphed_microbatches(state: State, capture: Capture):
     """A graph per microbatch, up to --microbatches. A step of fewer (--ramp) replays only the first graphs.
@@ -302,6 +311,7 @@ def barrier():
     graphs=1,
     parity="bitwise",
     traits={"part": "clipping and Adam"},
+    when=lambda c: c.layer != "megatron",
 )
 class GraphedOptimizer:
     """A replay reads main_grad, and writes weights, masters, moments, the gradient norm and the count of steps.

@@ -56,13 +56,15 @@ def state_bytes(config: Config) -> dict[str, int]:
     """Bytes of a parameter of the layers by what they are for.
 
     Matrices in FP8, whether stored so or cast from bf16, have the transposed copy that Hopper's GEMMs read. Where NVFP4
-    is emulated, a bf16 matrix has two rounded copies.
+    is emulated, a bf16 matrix has two rounded copies. Megatron's optimizer copies bf16 gradients to FP32.
     """
     c = config
     weight = 2 if c.weights == "fp8" else {"bf16": 2, "nvfp4_emulated": 6}.get(c.precision, 4)
     widths = {"bf16": 2, "fp32": 4}
     has_adam = c.optimizer == "adam"
     kept = {"master": 4 * has_adam, "moments": 2 * widths[c.moments] * has_adam}
+    if c.layer == "megatron" and c.main_grad == "bf16":
+        kept["master"] += 4
     return {"weight": weight, "main_grad": widths[c.main_grad], **kept}
 
 

@@ -145,6 +145,7 @@ class Replayed(pipeline.Called):
     graphs=lambda c: c.layer_passes and c.layer_passes + 1,  # and the validation's
     replays=lambda c: c.replays(c.layer_passes),
     parity="bitwise",
+    when=lambda c: c.layer != "megatron",
     formerly="layer",
 )
 def graphed_layers(state: State, capture):
@@ -158,6 +159,7 @@ def graphed_layers(state: State, capture):
     graphs=lambda c: c.layer_passes and c.layer_passes + 1,
     replays=lambda c: c.replays(c.layer_passes),
     parity="bitwise",
+    when=lambda c: c.layer != "megatron",
 )
 def graphed_attention(state: State, capture):
     return GraphedStage(state, capture, "attention")
@@ -170,6 +172,7 @@ def graphed_attention(state: State, capture):
     graphs=lambda c: c.layer_passes and c.layer_passes + 1,
     replays=lambda c: c.replays(c.layer_passes),
     parity="bitwise",
+    when=lambda c: c.layer != "megatron",
 )
 def graphed_mlp(state: State, capture):
     return GraphedStage(state, capture, "mlp")

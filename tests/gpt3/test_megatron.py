@@ -1,4 +1,4 @@
-"""Megatron-Core's builds of gpt3: refusals, the order of q, k and v, and on a GPU captures beside its eager step."""
+"""Megatron-Core's builds: refusals, the order of q, k and v, and on a GPU captures beside its eager step."""
 
 import contextlib
 import importlib.metadata
@@ -14,14 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 
+import gpt3.config
+import gpt3.megatron
+import gpt3.state
+import llama31.config
+import llama31.megatron
+import llama31.model
+import llama31.state
 from common import megatron
-from gpt3.config import PRESETS, Config
-from gpt3.megatron import our_name, settings
-from gpt3.state import State
 from graph_worth import Unsupported
+from llama31.train import train_microbatch
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = replace(PRESETS["tiny"], layer="megatron")
+MODELS = ("gpt3", "llama31")
+OURS = {"gpt3": gpt3.megatron, "llama31": llama31.megatron}
+TINY = {"gpt3": gpt3.config.PRESETS["tiny"], "llama31": llama31.config.PRESETS["tiny"]}
 needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="no megatron-core")
 
 
@@ -55,14 +62,22 @@ def test_without_transformer_engine_or_a_gpu_it_says_so(monkeypatch):
     assert "make te" in megatron.fault_of("fp8")
 
 
-@pytest.mark.parametrize("field", [{"tp": 2}, {"chunks": 2}, {"zero1": True}, {"precision": "fp32"}])
-def test_what_megatrons_build_does_not_have_is_refused(field):
+OF_LLAMA31 = [{"ramp": "1,2"}, {"weights": "fp8"}, {"moments": "bf16"}, {"validate_every": 2}, {"keep": "least"}]
+
+
+@pytest.mark.parametrize(
+    "model, field",
+    [("gpt3", field) for field in ({"tp": 2}, {"chunks": 2}, {"zero1": True}, {"precision": "fp32"})]
+    + [("llama31", field) for field in ({"tp": 2}, {"precision": "nvfp4"}, {"optimizer": "none"}, *OF_LLAMA31)],
+)
+def test_what_megatrons_build_does_not_have_is_refused(model, field):
     with pytest.raises(ValueError, match="--layer"):
-        replace(TINY, **field)
+        replace(TINY[model], layer="megatron", **field)
 
 
-def test_by_hand_a_refusal_is_one_line():
-    command = [sys.executable, "-m", "gpt3.train", "--preset", "tiny", "--layer", "megatron"]
+@pytest.mark.parametrize("model", MODELS)
+def test_by_hand_a_refusal_is_one_line(model):
+    command = [sys.executable, "-m", f"{model}.train", "--preset", "tiny", "--layer", "megatron"]
     answer = subprocess.run(
         [*command, "--variant", "megatron_full"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -73,88 +88,126 @@ def test_by_hand_a_refusal_is_one_line():
 
 def test_names_are_those_of_the_te_build():
     """Of parameters with random numbers: the others start at zero."""
-    layer = "decoder.layers.11."
-    assert {our_name(layer + name) for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc2.weight")} == {
+    layer, names = "decoder.layers.11.", ("self_attention.linear_qkv.weight", "mlp.linear_fc2.weight")
+    assert {gpt3.megatron.our_name(layer + name) for name in names} == {
         "layers.11.self_attention.layernorm_qkv.weight",
         "layers.11.layernorm_mlp.fc2_weight",
     }
-    assert our_name("embedding.word_embeddings.weight") == "embedding.tokens"
+    assert gpt3.megatron.our_name("embedding.word_embeddings.weight") == "embedding.tokens"
+    assert [llama31.megatron.our_name(layer + name) for name in names] == [("qkv", 11), ("fc2", 11)]
+    assert llama31.megatron.our_name("output_layer.weight") == ("head", None)
 
 
 @needs_megatron
-def test_equal_parameters_give_equal_losses_and_gradients_on_the_cpu(monkeypatch):
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_parameters_give_equal_losses_and_gradients_on_the_cpu(name, monkeypatch):
     """By Megatron's plain layers in FP32: q, k and v are interleaved alike, and so are loss and embedding."""
-    config = Config(layers=2, hidden=64, heads=4, head_dim=16, ffn=96, vocab=100, sequence=12, precision="fp32")
-    config = replace(config, microbatch=2, microbatches=1, layer="torch", batches=1)
-    ours = State(config, torch.device("cpu"))
-    model = plain_model(config, monkeypatch)
-    state = dict(ours.named_parameters())
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "head_dim": 16, "ffn": 96, "vocab": 100, "sequence": 12}
+    sizes |= {"precision": "bf16", "microbatch": 2, "microbatches": 1, "batches": 1}
+    config = replace(TINY[name], layer="torch", **sizes)
+    model = plain_model(name, config, monkeypatch)
+    parameters, loss_of = {"gpt3": of_gpt3, "llama31": of_llama31}[name](config)
+    pairs = {theirs: parameters[plain_name(name, theirs)] for theirs, _ in model.named_parameters()}
+    assert len({id(parameter) for parameter in pairs.values()}) == len(parameters)
     with torch.no_grad():
-        for name, parameter in state.items():
-            # Biases and norms, too, which start at zero.
-            parameter.normal_(0, 0.2, generator=torch.Generator().manual_seed(len(name)))
-        pairs = {name: state[plain_name(name)] for name, _ in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            zero_centred = "layernorm" in name and name.endswith("weight")
-            parameter.copy_(pairs[name].view_as(parameter) + zero_centred)
-    assert len({id(parameter) for parameter in pairs.values()}) == len(state)
-    ours.begin_step(0, accumulate_all=True)
-    hidden = ours.embedding(ours.inputs["tokens"][0])
-    for layer in ours.layers:
-        hidden = layer(hidden, is_first_microbatch=True)
-    loss = ours.microbatch_loss(hidden, 0)
-    loss.backward()
-    tokens, targets = (ours.inputs[name][0].t() for name in ("tokens", "targets"))
+        for theirs, parameter in model.named_parameters():
+            # Biases and norms, too, which start at one value.
+            pairs[theirs].normal_(0, 0.2, generator=torch.Generator().manual_seed(len(theirs)))
+            zero_centred = name == "gpt3" and "layernorm" in theirs and theirs.endswith("weight")
+            parameter.copy_(pairs[theirs].view_as(parameter) + zero_centred)
+    inputs, loss = loss_of()
+    tokens, targets = (inputs[kind][0].t() for kind in ("tokens", "targets"))
     hidden_tokens = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
     logits = model(tokens, torch.arange(12).expand(2, -1), hidden_tokens)
     theirs = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     theirs.backward()
     assert theirs.item() == pytest.approx(loss.item(), rel=1e-6)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, pairs[name].main_grad.view_as(parameter), rtol=1e-4, atol=1e-6)
+    for theirs, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, pairs[theirs].main_grad.view_as(parameter), rtol=1e-4, atol=1e-6)
 
 
-def plain_model(config, monkeypatch):
+@needs_megatron
+def test_the_rotary_embedding_has_our_angles_on_the_cpu(monkeypatch):
+    """Up to FP32's rounding of 4096 times a frequency, which the scaling changes by up to a factor of eight."""
+    config = replace(TINY["llama31"], head_dim=128, sequence=4096, precision="bf16")
+    theirs = plain_model("llama31", config, monkeypatch).rotary_pos_emb(4096)[:, 0, 0]
+    torch.testing.assert_close(theirs, llama31.model.rope_angles(config).repeat(1, 2), rtol=1e-6, atol=1e-6)
+
+
+def of_gpt3(config):
+    """Our parameters by their names, and a function that returns the inputs and the loss after its backward pass."""
+    ours = gpt3.state.State(replace(config, precision="fp32"), torch.device("cpu"))
+
+    def loss_of():
+        ours.begin_step(0, accumulate_all=True)
+        hidden = ours.embedding(ours.inputs["tokens"][0])
+        for layer in ours.layers:
+            hidden = layer(hidden, is_first_microbatch=True)
+        loss = ours.microbatch_loss(hidden, 0)
+        loss.backward()
+        return ours.inputs, loss
+
+    return dict(ours.named_parameters()), loss_of
+
+
+def of_llama31(config):
+    ours = llama31.state.State(replace(config, main_grad="fp32"), torch.device("cpu"), dtype=torch.float32)
+
+    def loss_of():
+        ours.begin_step(0)
+        train_microbatch(ours, 0)
+        return ours.inputs, ours.microbatch_losses[0]
+
+    return {(name, number): part.parameter for name, number, part in ours.parts}, loss_of
+
+
+def plain_model(name, config, monkeypatch):
     megatron.start(torch.device("cpu"), config.microbatches)
     from megatron.core import utils
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import TransformerConfig
 
-    # On a GPU alone: scratch memory, and random states of its own for a dropout, of which there is none.
+    # On a GPU alone: scratch memory, random states of its own for a dropout, of which there is none, and angles.
     empty = staticmethod(lambda shape, dtype, *rest, **more: torch.empty(shape, dtype=dtype))
     monkeypatch.setattr(utils.GlobalMemoryBuffer, "get_tensor", empty)
     monkeypatch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
-    options, more = settings(config)["options"], settings(config)["model"]
-    fields = {name: value for name, value in options.items() if "dtype" not in name and "fusion" not in name}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    settings = OURS[name].settings(config)
+    fields = {key: value for key, value in settings["options"].items() if "dtype" not in key and "fusion" not in key}
     fields |= {"bf16": False, "layernorm_zero_centered_gamma": False}
     fields |= {"use_cpu_initialization": True, "bias_dropout_fusion": False}
-    # tanh's approximation, as Megatron's fused bias and GELU and as Transformer Engine's.
-    fields["activation_func"] = lambda x: torch.nn.functional.gelu(x, approximate="tanh")
-    spec = gpt_layer_specs.get_gpt_layer_local_spec()
-    length = config.sequence
-    return GPTModel(TransformerConfig(**fields), spec, max_sequence_length=length, parallel_output=True, **more)
+    if name == "gpt3":
+        # tanh's approximation, as Megatron's fused bias and GELU and as Transformer Engine's.
+        fields["activation_func"] = lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=fields.get("normalization"))
+    more = settings["model"] | {"max_sequence_length": config.sequence}
+    return GPTModel(TransformerConfig(**fields), spec, parallel_output=True, **more)
 
 
-def plain_name(name):
+def plain_name(model, name):
     """The name in our plain build of a parameter of Megatron's plain layers."""
     words = {
-        "self_attention.linear_qkv": "qkv",
-        "self_attention.linear_proj": "proj",
-        "mlp.linear_fc": "fc",
-        "input_layernorm": "norm_1",
-        "pre_mlp_layernorm": "norm_2",
-        "decoder.final_layernorm": "embedding.final_norm",
+        "gpt3": {
+            "self_attention.linear_qkv": "qkv",
+            "self_attention.linear_proj": "proj",
+            "mlp.linear_fc": "fc",
+            "input_layernorm": "norm_1",
+            "pre_mlp_layernorm": "norm_2",
+            "decoder.final_layernorm": "embedding.final_norm",
+        },
+        "llama31": {"decoder.final_layernorm.weight": "final_norm"},
     }
-    for theirs, mine in words.items():
+    words["llama31"] |= {"input_layernorm.weight": "norm1", "pre_mlp_layernorm.weight": "norm2"}
+    for theirs, mine in words[model].items():
         name = name.replace(theirs, mine)
-    return our_name(name)
+    return OURS[model].our_name(name)
 
 
 @needs_megatron
 def test_megatrons_refusal_becomes_the_message(monkeypatch):
     state = object.__new__(megatron.MegatronState)
-    options = settings(replace(TINY, precision="bf16"))["options"]
+    options = gpt3.megatron.settings(replace(TINY["gpt3"], precision="bf16"))["options"]
     state._options = options | {"recompute_granularity": "full"}
     state._options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     with pytest.raises(Unsupported, match="Megatron-Core refuses: full recompute is only supported with full iter"):
@@ -166,10 +219,11 @@ def test_megatrons_refusal_becomes_the_message(monkeypatch):
 @needs_megatron
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 @pytest.mark.parametrize("name", ["megatron_local", "megatron_te", "megatron_full"])
-def test_on_a_gpu_a_capture_trains_as_megatrons_eager(tmp_path, name, precision):
+@pytest.mark.parametrize("model", MODELS)
+def test_on_a_gpu_a_capture_trains_as_megatrons_eager(tmp_path, model, name, precision):
     if fault := megatron.fault_of(precision):
         pytest.skip(fault)
-    eager, graphs = (record(tmp_path, variant, "megatron", precision) for variant in ("megatron_eager", name))
+    eager, graphs = (record(tmp_path, model, variant, "megatron", precision) for variant in ("megatron_eager", name))
     if name == "megatron_local":
         assert graphs["losses"] == pytest.approx(eager["losses"], rel=1e-2)
     else:
@@ -178,18 +232,20 @@ def test_on_a_gpu_a_capture_trains_as_megatrons_eager(tmp_path, name, precision)
 
 @pytest.mark.gpu
 @needs_megatron
-def test_on_a_gpu_the_first_loss_is_ours(tmp_path):
+@pytest.mark.parametrize("model", MODELS)
+def test_on_a_gpu_the_first_loss_is_ours(tmp_path, model):
     if fault := megatron.fault_of("fp8"):
         pytest.skip(fault)
-    ours, theirs = record(tmp_path, "eager", "te", "fp8"), record(tmp_path, "megatron_eager", "megatron", "fp8")
+    ours = record(tmp_path, model, "eager", "te", "fp8")
+    theirs = record(tmp_path, model, "megatron_eager", "megatron", "fp8")
     assert theirs["losses"][0] == pytest.approx(ours["losses"][0], rel=1e-3)
 
 
-def record(folder, variant, layer, precision):
+def record(folder, model, variant, layer, precision):
     path = folder / f"{variant}.json"
     flags = ("--preset", "tiny", "--layer", layer, "--precision", precision, "--parity", "--record", str(path))
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-    command = [sys.executable, "-m", "gpt3.train", "--variant", variant, *flags]
+    command = [sys.executable, "-m", f"{model}.train", "--variant", variant, *flags]
     answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-2000:]
     return json.loads(path.read_text())

@@ -55,6 +55,7 @@ def test_layers_of_stages():
         layers_of_stages(5, 2)
 
 
+MEGATRON = ("megatron_eager", "megatron_local", "megatron_te", "megatron_full")
 KINDS = {name: each.kind for name, each in contracts.request("llama31").variants.items()}
 
 
@@ -76,6 +77,9 @@ def test_promises():
     assert promised("graph_fwd_bwd", replace(TINY, validate_every=2)) == (2, None)
     assert promised("reduce_overhead") == (None, None) and promised("graph_step_compiled") == (2, 1)
     others = {name for name, kind in KINDS.items() if kind != "graph"} - {"reduce_overhead", "graph_step_compiled"}
+    others -= {*MEGATRON}
+    by_megatron = [promised(name, replace(TINY, layer="megatron")) for name in MEGATRON]
+    assert by_megatron == [(0, 0), (4, 12), (4, 12), (1, 1)]
     assert others == {"eager", "compile"} and all(promised(name) == (0, 0) for name in others)
 
 
@@ -120,7 +124,7 @@ WHOLE_GRAPHS = ("graph_microbatch", "graph_fwd_bwd", *STEPS)
 
 def test_each_variant_that_captures_has_a_scope():
     """graph_parameterized captures nothing itself: torch.compile's backend does."""
-    assert {*SCOPES, "graph_parameterized"} == {name for name, kind in KINDS.items() if kind == "graph"}
+    assert {*SCOPES, "graph_parameterized"} == {name for name, kind in KINDS.items() if kind == "graph"} - {*MEGATRON}
 
 
 @pytest.mark.parametrize(
