@@ -283,6 +283,11 @@ class Local(MegatronCapture):
             layer.create_mcore_cudagraph_manager(self.state.megatron)
         self.managers = tuple(layer.cudagraph_manager for layer in self.state.layers)
         self._put_in()
+        if rotary := getattr(self.state.model, "rotary_pos_emb", None):
+            # Megatron keeps the angles, and with them counts of how often graphs read them, also those of before.
+            angles = rotary(self.state.sizes["seq_length"], packed_seq=False, cp_group=None)
+            for tensor in self.graphs._get_tensor_alias_chain(angles):
+                vars(tensor).pop("cg_buffer_metadata", None)
         # The schedule's first pass is eager and records the order of layers. At its end it captures, and makes the
         # default stream the current one, on which nothing can be captured.
         with torch.cuda.stream(torch.cuda.current_stream()):
