@@ -16,7 +16,7 @@ A table stands between two markers and is made again by `make readme`; a test fa
     <!-- table: roofline -->    how far graphs lie from the launch roofline
     <!-- table: lengths -->     RNN-T with changing lengths, host by host
     <!-- table: nvidia -->      NVIDIA's published gains beside the rows of the same mechanism
-    <!-- table: megatron -->    Megatron-Core's build beside ours; "megatron best": the fastest of both, in a sentence
+    <!-- table: megatron -->    gpt3 in Megatron-Core beside ours; "megatron best": in a sentence; "megatron llama31"
     <!-- table: epochs -->      real programs with loader, logs and checkpoint
     <!-- end -->
 """

@@ -74,13 +74,15 @@ def _measured(results, page, scope):
 
 
 def megatron(results: Results, page: Path, argument: str = "") -> str:
-    """The newest run with Megatron-Core's build of a model beside ours; argument: best, for a sentence alone."""
+    """gpt3's newest run with Megatron-Core's build beside ours. argument: another model, or best: a sentence alone."""
+    in_words = argument == "best"
     points = results.points[(results.points["gpu"] != "CPU") & (results.points["status"] == PASS)]
+    points = points[points["model"] == ("gpt3" if in_words else argument or "gpt3")]
     points = points[points["run"].isin(points["run"][points["build"] == "megatron"]) & ~points["control"]]
     if not len(points):
         return "No run has measured it yet."
     points = points[points["run"] == points.sort_values("begin_utc")["run"].iloc[-1]]
-    if argument:
+    if in_words:
         named = []
         for build in ("", "megatron"):
             of_build = points[points["build"] == build].sort_values("ms")

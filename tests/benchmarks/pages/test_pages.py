@@ -527,6 +527,7 @@ def test_megatrons_builds_stand_beside_ours_of_the_newest_run_alone(tmp_path):
     sentence = "In one run on one H200, our `graph_layer` takes 8.0 ms, its eager step 10.0 ms. Megatron-Core's "
     sentence += "`megatron_full` takes 9.0 ms, its eager step 12.0 ms."
     assert table("megatron", tmp_path, "best") == sentence
+    assert table("megatron", tmp_path, "llama31") == "No run has measured it yet."
 
 
 def test_memory_of_parameterized_launches_stands_beside_that_of_the_runs_other_variants(tmp_path):
