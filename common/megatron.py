@@ -105,7 +105,8 @@ class MegatronState(History):
 
         # Captures and the nodes that accumulate gradients then share the stream of all variants.
         full_cuda_graph._shared_capture_stream = torch.cuda.current_stream()
-        self.config, self.batches, self._options, self._initialise = config, batches, settings["options"], initialise
+        self.config, self.device, self.batches = config, device, batches
+        self._options, self._initialise = settings["options"], initialise
         self.megatron = megatron = self.configured("none")
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
         module = GPTModel(
