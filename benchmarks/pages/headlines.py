@@ -38,6 +38,8 @@ STEPS = {
     "rssm": ("RSSM", ""),
     "detr": ("DETR", ""),
 }
+# The same of workloads that the archive alone has.
+ARCHIVED = {("llama31", "full"): "16,384 tokens, FP8", ("rnnt", "bench_lengths"): "8 utterances, FP16"}
 # The part of a step that a graph holds, where it has a short name.
 PARTS = {"graph_step": "the whole step", "graph_layer": "each layer", "graph_fwd_bwd": "forward and backward"}
 PRECISION = re.compile(r"\b(fp8|nvfp4|bf16|fp16)\b")
@@ -352,7 +354,7 @@ def _headline(results: Results, hosts: DataFrame, runs: DataFrame) -> Headline:
     ]
     gpus.sort(key=lambda on_gpu: (-len(on_gpu.hosts), on_gpu.gpu))
     known = STEPS.get(label.removesuffix("-build"), ("", ""))[1]
-    setting = known if model == OWN_STEP else _setting(results, runs, kept)
+    setting = known if model == OWN_STEP else _setting(results, runs, kept) or ARCHIVED.get((model, preset), "")
     return Headline(*_names((model, preset, label)), setting, variant, Path(page), tuple(gpus))
 
 

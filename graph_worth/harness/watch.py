@@ -56,7 +56,7 @@ NOT_SEEN = {
 }
 
 
-def run(words: list[str], folder: Path, stdout=None, meanwhile: Callable[[], None] = lambda: None) -> int:
+def run(words: list[str], folder: Path, stdout=None, meanwhile: Callable[[], object] = bool) -> int:
     """Run a command with the hook; return its exit status, 128 + n where signal n ended it.
 
     stdout: a file in the place of this program's. meanwhile: is called again and again until the command ends.

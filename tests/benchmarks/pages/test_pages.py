@@ -352,13 +352,16 @@ def test_what_failed_and_the_controls_are_counted(tmp_path):
     assert lines[0].startswith(
         "- **Hosts.** 2 runs of 1 workload in 2 files, on 2 hosts. A host is one boot of a machine."
     )
-    assert lines[1].startswith("- **Left out.** Of 1 measurement of a graph the headlines leave out 0: 0 ran beside")
+    assert lines[1].startswith("- **Left out.** The headlines count 1 of 1 measurement of a graph. Of the other 0, ")
     assert "1 measurement in 1 run failed with wrong losses, crashes or no memory ([all rows](" in lines[1]
     assert lines[2] == "- **Controls.** Eager against itself: 1.00x; 1 of 1 intervals (95 %) contain 1."
     run.builds[""].variants["graph_layer"].raised, run.builds[""].cycles[0].others = None, 1
     write(run, tmp_path / "h200x1/gpt3-bench")
     left = table("trust", tmp_path).splitlines()[1]
-    assert "Of 2 measurements of a graph the headlines leave out 1: 1 ran beside other work, and in 0 eager" in left
+    assert (
+        "count 1 of 2 measurements of a graph. Of the other 1, " in left
+        and " 1 ran beside other work, and in 0 eager" in left
+    )
     assert left.endswith("Nothing failed on a GPU.")
 
 
