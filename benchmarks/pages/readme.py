@@ -233,8 +233,8 @@ def _left_out(results, page):
     beside, aside, slowed = ((graphs["standing"] == standing).sum() for standing in (BESIDE, ASIDE, SLOWED))
     rule, rows = (_relative(path, page) for path in (ROOT / "docs" / "method.md", results.root / "overview.md"))
     out = beside + aside + slowed
-    text = f"**Left out.** The headlines count {len(graphs) - out} of {counted(len(graphs), 'measurement')} of a graph. "
-    text += f"Of the other {out}, which stand in [all rows]({rows}), "
+    text = f"**Left out.** The headlines count {len(graphs) - out} of {counted(len(graphs), 'measurement')} of a "
+    text += f"graph. Of the other {out}, which stand in [all rows]({rows}), "
     text += f"in {slowed} a known fault slowed eager, " if slowed else ""
     text += f"{beside} ran beside other work, and in {aside} eager's time was not steady or the file has another fault "
     text += f"([the rule]({rule}#quiet-hosts-and-busy-ones)). "
