@@ -363,9 +363,10 @@ def _ceiling(points: DataFrame) -> str:
     if not len(reached):
         return NOTHING
     most, worst = (reached["ratio"] / reached["ceiling"]).max() - 1, graphs["ratio"].min()
-    text = f"**Ceiling.** On {counted(reached['host'].nunique(), 'host')} none of {len(reached)} graphs gained over "
-    loss = f" The worst of all {len(graphs)} took {1 / worst:.2f} times as long as eager." if worst < 1 else ""
-    return f"{text}{math.ceil(1000 * max(most, 0.0)) / 10:.1f} % more than step / busy.{loss}"
+    text = f"**Ceiling.** {len(reached)} of {counted(len(graphs), 'measurement')} of graphs and compiled code, on "
+    text += f"{counted(reached['host'].nunique(), 'host')}, have a ceiling, step / busy. None gained over "
+    loss = f" The worst of all took {1 / worst:.2f} times as long as eager." if worst < 1 else ""
+    return f"{text}{math.ceil(1000 * max(most, 0.0)) / 10:.1f} % more.{loss}"
 
 
 def ceiling_text(points: DataFrame) -> str:

@@ -425,8 +425,9 @@ def test_the_ceiling_counts_what_reached_it(tmp_path):
     put(tmp_path, 3, issue=(12.0, 8.0), ms={"eager": 12.0, "graph_layer": 10.0}, boot="e")
     put(tmp_path, 4, issue=None, ms={"eager": 12.0, "graph_layer": 15.0}, boot="f")
     text = readme.ceiling_text(frame.load(tmp_path).points)
-    assert text.startswith("On 4 hosts none of 4 graphs gained over 0.0 % more than step / busy.")
-    assert "The worst of all 5 took 1.25 times as long as eager." in text
+    assert text.startswith("4 of 5 measurements of graphs and compiled code, on 4 hosts, have a ceiling, step / busy.")
+    assert "None gained over 0.0 % more." in text
+    assert "The worst of all took 1.25 times as long as eager." in text
     assert "1 of 2 graphs that could gain over 5 % and 1 of 1 graphs that could gain less reached it" in text
     lines = readme.misses(frame.load(tmp_path).points)
     assert len(lines) == 2 and "80.0 % of 1.500x; its kernels take +0.0 %" in lines[0]
