@@ -36,33 +36,23 @@ if TYPE_CHECKING:
     from graph_worth.your_step.step_graph import StepGraph as StepGraph
     from graph_worth.your_step.step_graph import one_stream as one_stream
 
-_MODULES = {
-    "CUDAGraphCallback": "lightning",
-    "Capture": "made_variant",
-    "CaptureError": "capture.pool",
-    "Compiled": "compiled",
-    "DoubleBuffered": "capture.static_inputs",
-    "Launch": "capture.triton_launch",
-    "Parameterized": "variant_parameterized",
-    "Pool": "capture.pool",
-    "StepGraph": "your_step.step_graph",
-    "StaticInputs": "capture.pool",
-    "Timing": "contract",
-    "Training": "contract",
-    "Unsupported": "made_variant",
-    "graphed": "your_step.graphed",
-    "mark": "measuring.marks",
-    "needs": "config",
-    "one_stream": "your_step.step_graph",
-    "option": "config",
-    "parse": "contract",
-    "require_compiler": "compiled",
-    "require_fields": "config",
-    "require_folder_of_its_own": "config",
-    "section": "measuring.marks",
-    "session": "script.session",
-    "variant": "contract",
+# Module of this package -> its public names.
+_NAMES = {
+    "capture.pool": "CaptureError Pool StaticInputs",
+    "capture.static_inputs": "DoubleBuffered",
+    "capture.triton_launch": "Launch",
+    "compiled": "Compiled require_compiler",
+    "config": "needs option require_fields require_folder_of_its_own",
+    "contract": "Timing Training parse variant",
+    "lightning": "CUDAGraphCallback",
+    "made_variant": "Capture Unsupported",
+    "measuring.marks": "mark section",
+    "script.session": "session",
+    "variant_parameterized": "Parameterized",
+    "your_step.graphed": "graphed",
+    "your_step.step_graph": "StepGraph one_stream",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = list(_MODULES)
 
 
