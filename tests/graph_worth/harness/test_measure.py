@@ -15,7 +15,7 @@ from graph_worth.folders import OWN_STEP, ROOT
 from graph_worth.harness import command, judge, measure, report
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Raised
-from graph_worth.harness.pages import reasons, run_table
+from graph_worth.harness.pages import run_table
 from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.your_step import step_file
 from tests.helpers.bench_process import wait_for
@@ -232,9 +232,9 @@ def test_graph_that_is_not_faster_has_its_reason(eager, graph, more, said):
     run.builds[""].variants["graph_layer"].capture.graphs = more.get("graphs", 1)
     run.ranks = more.get("ranks", 1)
     found = judge.judged(run)[""]
-    assert said in reasons.reason(found, "graph_layer")
+    assert said in run_table.reason(found, "graph_layer")
     run.device = "cpu"
-    assert not reasons.reason(judge.judged(run)[""], "graph_layer")
+    assert not run_table.reason(judge.judged(run)[""], "graph_layer")
 
 
 @pytest.mark.parametrize(
