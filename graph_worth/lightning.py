@@ -187,12 +187,12 @@ class _Step:
             logs.append((self._module._current_fx_name, name, value, dict(zip(names, args, strict=False)) | kwargs))
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_replaced(self._module, training_step=on_batch, log=log))
+            stack.enter_context(mock.patch.multiple(self._module, training_step=on_batch, log=log))
             for word, kind in ("self", type(self._module)), ("trainer", type(self._trainer())):
                 for name in _COUNTERS & set(dir(kind)):
                     stack.enter_context(mock.patch.object(kind, name, _noting(word, kind, name, problems)))
             for callback in self._trainer().callbacks:
-                stack.enter_context(_replaced(callback, log=log))
+                stack.enter_context(mock.patch.object(callback, "log", log))
             self.run()
         result = self.closure.consume_result()
         if result.loss is None:
@@ -299,21 +299,3 @@ def _reading(name):
 _READING = "eq ne lt le gt ge bool hash index int float add radd sub rsub mul rmul mod rmod floordiv truediv and pow"
 for _name in [*_READING.split(), "neg", "str", "repr", "format"]:
     setattr(_Index, f"__{_name}__", _reading(f"__{_name}__"))
-
-
-# ------------------------------------------------------------------------------------------------
-# Small parts
-
-
-@contextlib.contextmanager
-def _replaced(holder, **values):
-    """Attributes of an object, which its class has, are these inside of the block."""
-    before = {name: vars(holder)[name] for name in values if name in vars(holder)}
-    for name, value in values.items():
-        setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            delattr(holder, name)
-        vars(holder).update(before)
