@@ -4,6 +4,7 @@ import contextlib
 import threading
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -131,14 +132,15 @@ class Recorder:
 
     def _run(self, fn):
         global _recording
-        originals = [(owner, name, vars(owner).get(name)) for owner, name, _ in rules.PATCHED]
         _recording = self
         try:
-            for owner, name, reason in rules.PATCHED:
-                setattr(owner, name, self._refusing(getattr(owner, name), f"{owner.__name__}.{name}", reason))
-            with answering(), one_hot_as_on_gpu(), _FunctionMode(self.function), _DispatchMode(self.operator):
-                result = fn()
-            self._check_random_states("the end of the capture")
+            with contextlib.ExitStack() as stack:
+                for owner, name, reason in rules.PATCHED:
+                    refuse = self._refusing(getattr(owner, name), f"{owner.__name__}.{name}", reason)
+                    stack.enter_context(mock.patch.object(owner, name, refuse))
+                with answering(), one_hot_as_on_gpu(), _FunctionMode(self.function), _DispatchMode(self.operator):
+                    result = fn()
+                self._check_random_states("the end of the capture")
         except Exception as error:
             if self.error is None or error is self.error:
                 raise
@@ -146,11 +148,6 @@ class Recorder:
         finally:
             # A cycle of references would keep the storages.
             _recording = self.host = None
-            for owner, name, original in originals:
-                if original is None:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, original)
         # Code that catches RuntimeError does not turn a broken capture into a good one.
         if self.error is not None:
             raise self.error
