@@ -29,7 +29,7 @@ from graph_worth.machine.memory import explain_oom
 from graph_worth.made_variant import Capture, complete_variant
 from graph_worth.measuring import parity, torch_settings
 from graph_worth.measuring.module_parts import shown
-from graph_worth.parallel import collectives
+from graph_worth.script.session import process_group
 from graph_worth.text import lines
 from graph_worth.your_step import rank_decisions, step_file, user_file
 from graph_worth.your_step.eager import AWARE, EagerSteps
@@ -301,32 +301,29 @@ def main(argv=None) -> int:
         if len(words) not in (1, 2):
             raise ValueError(f"takes {step_file.FORM}, and a file for its text")
         path, _ = step_file.split(words[0])
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        rank, local_rank, world_size = collectives.init(kind)
-        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-        try:
-            torch_settings.prepare(device)
-            if rank == 0:
-                print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
-            with user_file.exits_are_errors():
-                names = words[1:] if rank == 0 else []
-                diagnosis = diagnose(words[0], device, lambda diagnosis: _write(diagnosis, names))
-            if rank == 0:
-                print(lines(diagnosis.text()))
-                _write(diagnosis, names)
-        except torch.OutOfMemoryError as error:
-            print(f"the doctor has too little memory beside the step: {explain_oom(error, device)}", file=sys.stderr)
-            return 1
-        except ValueError:
-            raise
-        except (Exception, SystemExit) as error:
-            # An error of a later step of the user's file.
-            place = user_file.where(error, path)
-            if ":" not in place:
+        with process_group() as (device, rank, world_size):
+            try:
+                torch_settings.prepare(device)
+                if rank == 0:
+                    print("looks at the step eagerly and in graphs, which takes some steps of each", flush=True)
+                with user_file.exits_are_errors():
+                    names = words[1:] if rank == 0 else []
+                    diagnosis = diagnose(words[0], device, lambda diagnosis: _write(diagnosis, names))
+                if rank == 0:
+                    print(lines(diagnosis.text()))
+                    _write(diagnosis, names)
+            except torch.OutOfMemoryError as error:
+                text = f"the doctor has too little memory beside the step: {explain_oom(error, device)}"
+                print(text, file=sys.stderr)
+                return 1
+            except ValueError:
                 raise
-            raise ValueError(f"{place}: the step raised {user_file.said(error)}") from error
-        finally:
-            collectives.shutdown()
+            except (Exception, SystemExit) as error:
+                # An error of a later step of the user's file.
+                place = user_file.where(error, path)
+                if ":" not in place:
+                    raise
+                raise ValueError(f"{place}: the step raised {user_file.said(error)}") from error
     return diagnosis.status if world_size == 1 else 0
 
 
