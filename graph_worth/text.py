@@ -57,9 +57,5 @@ class _Shown:
 @contextlib.contextmanager
 def printed_as_text():
     """Within it, all that this process prints is printable lines."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_Shown, before)
-    try:
+    with contextlib.redirect_stdout(_Shown(sys.stdout)), contextlib.redirect_stderr(_Shown(sys.stderr)):
         yield
-    finally:
-        sys.stdout, sys.stderr = before
