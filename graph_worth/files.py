@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -46,14 +47,17 @@ def json_line(value) -> str:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
-        return json.dumps(_without_nan(value), separators=(",", ":"), allow_nan=False)
+        return json.dumps(with_leaves(value, _without_nan), separators=(",", ":"), allow_nan=False)
 
 
-def _without_nan(value):
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
+def with_leaves(value, change):
+    """Return a value of JSON with change(leaf) in the place of each text, number, flag and null."""
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: with_leaves(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return value
+        return [with_leaves(item, change) for item in value]
+    return change(value)
+
+
+def _without_nan(leaf):
+    return None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from graph_worth.files import write_text
+from graph_worth.files import with_leaves, write_text
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import (
     Again,
@@ -254,11 +254,7 @@ def _audit(fact, repetitions) -> Audit:
 
 def _without_folders(value):
     """A value of JSON whose sentences and fields name no folder of a machine; each path has its last name alone."""
-    if isinstance(value, dict):
-        return {key: _without_folders(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(item) for item in value]
-    return prose_without_folders(value) if isinstance(value, str) else value
+    return with_leaves(value, lambda leaf: prose_without_folders(leaf) if isinstance(leaf, str) else leaf)
 
 
 def _is_of_cycle(block, cycles) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from graph_worth.files import with_leaves
 from graph_worth.harness.judge import Judged
 from graph_worth.harness.pages.run_table import cells_of
 from graph_worth.text import lines, printable
@@ -34,20 +35,12 @@ def page(data: dict, **facts) -> str:
         for names in (["uplot/uPlot.min.css", "page.css"], ["uplot/uPlot.iife.min.js", "report.js"])
     )
     template = environment.get_template("report.html.j2")
-    return template.render(facts, style=style, script=script, data=_as_text(data))
+    return template.render(facts, style=style, script=script, data=with_leaves(data, _shown))
 
 
 def _shown(value):
+    """A text without commands of a terminal; jinja2 escapes markup, in data for scripts, too."""
     return lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _as_text(value):
-    """Names and messages without commands of a terminal or a browser's text; jinja2's tojson escapes markup."""
-    if isinstance(value, str):
-        return lines(value)
-    if isinstance(value, dict):
-        return {key: _as_text(item) for key, item in value.items()}
-    return [_as_text(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def timed(judged: Judged) -> dict[str, str]:
