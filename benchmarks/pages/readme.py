@@ -22,12 +22,10 @@ A table stands between two markers and is made again by `make readme`; a test fa
 """
 
 import math
-import os
 import re
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from urllib.parse import quote
 
 import pandas as pd
 from pandas import DataFrame
@@ -108,7 +106,7 @@ def front(results: Results, page: Path, argument: str = "") -> str:
     """Graph and eager of each workload over all hosts, the largest gain first."""
     lines = []
     for line in headlines.of(results):
-        name = f"[{in_markdown(line.name)}]({_relative(line.page, page)})"
+        name = f"[{in_markdown(line.name)}]({tables.relative(line.page, page)})"
         name += f" ({line.submitted})" if line.submitted else ""
         name += f", {in_markdown(line.more)}" if line.more else ""
         graph_ms = ", ".join(f"{cells.cell(gpu.ms, ',.2f')} ({gpu.gpu})" for gpu in line.gpus)
@@ -120,10 +118,6 @@ def front(results: Results, page: Path, argument: str = "") -> str:
     names = ["Workload (version of MLPerf)", "Captured", "A step has", "graph ms", "eager ms over hosts"]
     names += ["gain over hosts", "GiB", "hosts"]
     return tables.markdown(names, lines) if lines else NOTHING
-
-
-def _relative(path: Path, page: Path) -> str:
-    return quote(Path(os.path.relpath(path, page.parent)).as_posix())
 
 
 def _launch(results, page, argument):
@@ -231,7 +225,7 @@ def _left_out(results, page):
     graphs = frame.timed(points)
     graphs = graphs[(graphs["kind"] == "graph") & (graphs["status"] == PASS) & (graphs["busy_processes"] == 0)]
     beside, aside, slowed = ((graphs["standing"] == standing).sum() for standing in (BESIDE, ASIDE, SLOWED))
-    rule, rows = (_relative(path, page) for path in (ROOT / "docs" / "method.md", results.root / "overview.md"))
+    rule, rows = (tables.relative(path, page) for path in (ROOT / "docs" / "method.md", results.root / "overview.md"))
     out = beside + aside + slowed
     text = f"**Left out.** The headlines count {len(graphs) - out} of {counted(len(graphs), 'measurement')} of a "
     text += f"graph. Of the other {out}, which stand in [all rows]({rows}), "

@@ -1,10 +1,8 @@
 """The sweeps of a model: of each quantity and graph a table and a figure, and the size at which its gain ends."""
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
 
 from pandas import DataFrame
 
@@ -92,7 +90,7 @@ def _part(results: Results, sweep: Sweep, page: Path) -> str:
     parts = [f"### By {in_markdown(sweep.over)}: `{sweep.variant}`, {in_markdown(sweep.words)}"]
     parts.append("\n".join(f"{'- ' * (len(sweep.curves) > 1)}{in_markdown(text)}" for text in sweep.sentences))
     if len(sweep.timed) > 1:
-        path = quote(Path(os.path.relpath(results.root / "figures" / f"{sweep.name}.svg", page.parent)).as_posix())
+        path = tables.relative(results.root / "figures" / f"{sweep.name}.svg", page)
         parts.append(f"![Gain of {sweep.variant} by {in_markdown(sweep.over)}, with 95 % intervals]({path})")
     has_hosts = sweep.points["host"].nunique() > 1
     names = [sweep.over, *["Host"] * has_hosts, "eager ms", "graph ms", "gain (95 %)"]

@@ -206,7 +206,12 @@ def linked(text: str, row: Row, page: Path) -> str:
 
 def linked_file(text: str, path: Path, page: Path) -> str:
     """A text with a link from `page` to a run file."""
-    return f"[{in_markdown(text)}]({quote(Path(os.path.relpath(path, page.parent)).as_posix())})"
+    return f"[{in_markdown(text)}]({relative(path, page)})"
+
+
+def relative(path: Path, page: Path) -> str:
+    """The address of a file in a link from `page`."""
+    return quote(Path(os.path.relpath(path, page.parent)).as_posix())
 
 
 def as_list(lines: list[str]) -> str:
