@@ -15,6 +15,7 @@ from rnnt.state import State, nominal_flops
 from rnnt.train import load_batch
 from tests.helpers import contracts, forked, gloo_ranks
 from tests.helpers.by_hand import trained
+from tests.helpers.scaled_steps import assert_equal, steps_of
 
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], frames=20, tokens=6, max_frames=24, max_tokens=8)
@@ -29,37 +30,14 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def run_steps(name, num_steps, config=TINY, overflow_at=(), device=CPU):
+def run_steps(name, num_steps, config=TINY, overflow_at=()):
     """The whole state after each step, and the state object; features are infinite at `overflow_at`."""
-    state = State(config, device)
-    variant = contracts.made("rnnt", name, state)
-    original, count = state.source.next, 0
 
-    def next_batch():
-        nonlocal count
-        batch = original()
-        if count in overflow_at:
-            batch = batch._replace(features=torch.full_like(batch.features, float("inf")))
-        count += 1
-        return batch
+    def infinite(batch):
+        return batch._replace(features=torch.full_like(batch.features, float("inf")))
 
-    state.reset()
-    state.source.next = next_batch
-    before, states = variant.capture.num_replays, []
-    for index in range(num_steps):
-        variant.step(index)
-        states.append({key: tensor.detach().clone() for key, tensor in state.named_state()})
-    expected = sum(variant.replays_of(index) for index in range(num_steps))
-    assert variant.capture.num_replays - before == expected
-    variant.close()
-    state.close()
-    return states, state
-
-
-def assert_equal(ours, eager):
-    for step, (a, b) in enumerate(zip(ours, eager, strict=True)):
-        differing = [name for name in b if not torch.equal(a[name], b[name])]
-        assert not differing, (step, differing[:3])
+    state = State(config, CPU)
+    return steps_of("rnnt", name, state, state.source, infinite, num_steps, overflow_at), state
 
 
 def same(one, other):

@@ -1,6 +1,5 @@
 """stable_diffusion/train and state: the ladder's variants against eager, overflows, storms, several ranks."""
 
-import itertools
 import json
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from stable_diffusion.state import LEAST_SIZE, State, schedule
 from stable_diffusion.train import eager_step, training_step
 from tests.helpers import contracts, gloo_ranks
 from tests.helpers.by_hand import trained
+from tests.helpers.scaled_steps import assert_equal, steps_of
 
 CPU = torch.device("cpu")
 TINY = replace(PRESETS["tiny"], workers=0, batch=2, latent_size=8)
@@ -34,39 +34,14 @@ def make(name, state):
     return contracts.made("stable_diffusion", name, state)
 
 
-def snapshot(state):
-    return {key: tensor.detach().clone() for key, tensor in state.named_state()}
-
-
 def run_steps(name, num_steps, config=TINY, overflow_at=()):
     """The whole state after each step, and the state object; moments are infinite at `overflow_at`."""
+
+    def infinite(batch):
+        return batch | {"moments": torch.full_like(batch["moments"], float("inf"))}
+
     state = State(config, CPU)
-    variant = make(name, state)
-    original, steps = state.batches.next, itertools.count()
-
-    def next_batch():
-        batch = original()
-        if next(steps) in overflow_at:
-            batch["moments"] = torch.full_like(batch["moments"], float("inf"))
-        return batch
-
-    state.reset()
-    state.batches.next = next_batch
-    before, states = variant.capture.num_replays, []
-    for index in range(num_steps):
-        variant.step(index)
-        states.append(snapshot(state))
-    expected = sum(variant.replays_of(index) for index in range(num_steps))
-    assert variant.capture.num_replays - before == expected
-    variant.close()
-    state.close()
-    return states, state
-
-
-def assert_equal(ours, eager):
-    for step, (a, b) in enumerate(zip(ours, eager, strict=True)):
-        differing = [name for name in b if not torch.equal(a[name], b[name])]
-        assert not differing, (step, differing[:3])
+    return steps_of("stable_diffusion", name, state, state.batches, infinite, num_steps, overflow_at), state
 
 
 @pytest.fixture(scope="module")
