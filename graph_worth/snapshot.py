@@ -19,14 +19,19 @@ class Snapshot:
     owned: what training changes: modules, optimizers, tensors, generators, lists and dicts of these, and any object
     with state_dict and load_state_dict; ValueError where one is none of these. device: that the step runs on.
     has_tensors: False for `put_numbers_back` alone, which needs no memory.
+
+    Attributes:
+        tensors: names and tensors of what training changes, each once.
+        parameters: those of modules and optimizers, and those handed over.
+        generators: besides torch's own, which a graph has to know.
     """
 
     def __init__(self, owned: list, device: torch.device, has_tensors: bool = True):
         self.device = device
         self.tensors: Named = []
         self._numbers: list = []
-        self._generators: list[torch.Generator] = []
-        self._parameters: list[torch.nn.Parameter] = []
+        self.generators: list[torch.Generator] = []
+        self.parameters: list[torch.nn.Parameter] = []
         kinds = [type(item).__name__ for item in owned]
         for i, (kind, item) in enumerate(zip(kinds, owned, strict=True)):
             # With a number where there are several of a class.
@@ -35,7 +40,7 @@ class Snapshot:
         self._values = [tensor.detach().clone() for _, tensor in self.tensors]
         self._gradients = [
             (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
-            for parameter in (self._parameters if has_tensors else ())
+            for parameter in (self.parameters if has_tensors else ())
         ]
         self._random = self._random_states()
 
@@ -61,15 +66,15 @@ class Snapshot:
         if isinstance(item, torch.Tensor):
             self.tensors.append((name, item))
             if isinstance(item, torch.nn.Parameter):
-                self._parameters.append(item)
+                self.parameters.append(item)
         elif isinstance(item, torch.nn.Module):
-            self._parameters += list(item.parameters())
+            self.parameters += list(item.parameters())
             self.tensors += [(f"{name}.{key}", tensor) for key, tensor in item.named_parameters()]
             self.tensors += [(f"{name}.{key}", tensor) for key, tensor in item.named_buffers()]
         elif isinstance(item, torch.optim.Optimizer):
             self._add_optimizer(name, item)
         elif isinstance(item, torch.Generator):
-            self._generators.append(item)
+            self.generators.append(item)
         elif isinstance(item, dict):
             for key, value in item.items():
                 self._add(f"{name}.{key}", value)
@@ -85,7 +90,7 @@ class Snapshot:
 
     def _add_optimizer(self, name, optimizer):
         for group in optimizer.param_groups:
-            self._parameters += group["params"]
+            self.parameters += group["params"]
             for key, value in group.items():
                 if isinstance(value, torch.Tensor):
                     self.tensors.append((f"{name}.{key}", value))
@@ -118,22 +123,12 @@ class Snapshot:
             states.append((numpy.random.set_state, numpy.random.get_state()))
         if self.device.type == "cuda":
             states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
-        return states + [(generator.set_state, generator.get_state()) for generator in self._generators]
+        return states + [(generator.set_state, generator.get_state()) for generator in self.generators]
 
     def has_drawn(self) -> bool:
         """Return whether torch has drawn random numbers since, and none were put back."""
         states = zip(self._random, self._random_states(), strict=True)
         return any(isinstance(was, torch.Tensor) and not torch.equal(was, now) for (_, was), (_, now) in states)
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Parameters of what training changes."""
-        return self._parameters
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """Generators besides torch's own, which a graph has to know."""
-        return self._generators
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
