@@ -84,7 +84,8 @@ class BuildWorker:
         self.paces: dict[str, dict] = {}
         self.apart = bool(partial.of("apart", build=request.name))
         self.is_needed = False
-        self._shares = bool(partial.of("share", build=request.name))
+        # True where eager steps take their memory from the graphs' pool.
+        self.shares = bool(partial.of("share", build=request.name))
         self._worker: WorkerProcess | None = None
         # Variant -> how far the build was when its worker was ended from outside.
         self._killed: dict[str, list[int]] = {}
@@ -185,7 +186,7 @@ class BuildWorker:
 
     def _start(self, parity) -> WorkerProcess:
         parity_environment = self.request.parity_environment if parity else None
-        how = {"share": self._shares and not parity_environment, "parity": bool(parity_environment)}
+        how = {"share": self.shares and not parity_environment, "parity": bool(parity_environment)}
         worker, self.facts = self._begun(parity_environment or self.request.environment, how)
         # The facts are those of the process that the blocks run in.
         self.partial.add("worker", build=self.request.name, **self.facts)
@@ -287,10 +288,10 @@ class BuildWorker:
 
     def _make_room(self, variant, reason):
         """The variant ran by itself, and does not fit beside the others."""
-        if self._shares:
+        if self.shares:
             self.apart, fact, what = True, "apart", "each block has a process of its own"
         else:
-            self._shares, fact, what = True, "share", "eager steps share the graphs' memory"
+            self.shares, fact, what = True, "share", "eager steps share the graphs' memory"
         self._note(fact, variant, reason)
         self.say(f"  {variant}: {reason}; {what} from here on")
         self.end()
@@ -300,11 +301,6 @@ class BuildWorker:
         if self._worker is not None:
             self._worker.end(is_at_once)
         self._worker, self.captured, self.paces = None, [], {}
-
-    @property
-    def shares(self) -> bool:
-        """True where eager steps take their memory from the graphs' pool."""
-        return self._shares
 
     def remaining(self) -> list[str]:
         """Return the variants that are not left out, without the control."""
