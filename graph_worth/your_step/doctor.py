@@ -29,6 +29,7 @@ from graph_worth.machine.memory import explain_oom
 from graph_worth.made_variant import Capture, complete_variant
 from graph_worth.measuring import parity, torch_settings
 from graph_worth.measuring.module_parts import shown
+from graph_worth.parallel.host_messages import is_distributed
 from graph_worth.script.session import process_group
 from graph_worth.text import lines
 from graph_worth.your_step import rank_decisions, step_file, user_file
@@ -36,7 +37,6 @@ from graph_worth.your_step.eager import AWARE, EagerSteps
 from graph_worth.your_step.findings import MAY, NOTE, REMEDIES, STOPS, WRONG, Finding, ordered
 from graph_worth.your_step.graphs import GraphedForwardBackward, GraphedStep, Mine
 from graph_worth.your_step.modules import GraphedModules
-from graph_worth.your_step.parts import has_several_ranks
 from graph_worth.your_step.state import StepState
 from graph_worth.your_step.trial import Outcome, Trial, course_of
 from graph_worth.your_step.uninitialised import Filled
@@ -182,7 +182,7 @@ def _without_mine(state) -> Diagnosis:
     with one_hot_as_on_gpu() if state.device.type == "cpu" else contextlib.nullcontext():
         eager = EagerSteps(state)
         diagnosis = Diagnosis(findings=list(eager.findings()), names=shown(state.modules))
-        if has_several_ranks():
+        if is_distributed():
             diagnosis.findings = rank_decisions.merged(diagnosis.findings) + rank_decisions.parting(state, eager.first)
         is_known = any(finding.level == WRONG for finding in diagnosis.findings)
         aware = {finding.level for finding in diagnosis.findings if finding.kind == AWARE}
@@ -194,7 +194,7 @@ def _without_mine(state) -> Diagnosis:
         is_stopped = any(finding.level == STOPS for finding in [*diagnosis.findings, *failed[:1]])
         # A GPU may be spoiled by a capture that failed.
         is_spoiled = bool(failed) and state.device.type == "cuda"
-        if is_stopped and not is_spoiled and not has_several_ranks():
+        if is_stopped and not is_spoiled and not is_distributed():
             (parts,) = _tried(trial, diagnosis.findings, MODULES)
             diagnosis.outcomes[MODULES.title] = f"{parts.text}: {parts.captured}" if parts.is_equal else parts.text
     levels = {finding.level for finding in diagnosis.findings}

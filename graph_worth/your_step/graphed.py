@@ -32,13 +32,13 @@ from graph_worth.capture.errors import explained
 from graph_worth.capture.pool import CaptureError, Pool
 from graph_worth.measuring import parity
 from graph_worth.measuring.torch_settings import deterministic_kernels
-from graph_worth.parallel.host_messages import of_all_ranks
+from graph_worth.parallel.host_messages import is_distributed, of_all_ranks
 from graph_worth.snapshot import Snapshot
 from graph_worth.your_step import host_values
 from graph_worth.your_step.eager import MOST_PRICE
 from graph_worth.your_step.guards import Guards, parts_of
 from graph_worth.your_step.libraries import with_library
-from graph_worth.your_step.parts import has_several_ranks, loss_of, register_nests, tensors_in
+from graph_worth.your_step.parts import loss_of, register_nests, tensors_in
 from graph_worth.your_step.place import is_noted, is_users_file, place_of_call
 from graph_worth.your_step.rank_decisions import first
 from graph_worth.your_step.state import DDP_WARM_STEPS, WARM_STEPS
@@ -313,7 +313,7 @@ class graphed:
 
     def _warm(self, shape, batch):
         """Make an eager step, and note what it changes on the host."""
-        every = of_all_ranks((str(shape.signature), shape.num_warm)) if has_several_ranks() else []
+        every = of_all_ranks((str(shape.signature), shape.num_warm)) if is_distributed() else []
         if len(set(every)) > 1:
             raise self._refusal_of("ranks see batches of other shapes, or in another order: let all see the same")
         before = self._look(shape)

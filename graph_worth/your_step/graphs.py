@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graph_worth.compiled import Compiled, require_compiler
 from graph_worth.contract import variant
 from graph_worth.made_variant import Capture, Unsupported
+from graph_worth.parallel.host_messages import is_distributed
 from graph_worth.snapshot import storage_id
-from graph_worth.your_step.parts import has_several_ranks, tensors_in
+from graph_worth.your_step.parts import tensors_in
 from graph_worth.your_step.state import StepState
 from graph_worth.your_step.step_graph import StepGraph
 
@@ -31,7 +32,7 @@ class GraphedStep:
     """
 
     def __init__(self, state: StepState, capture: Capture):
-        if state.device.type == "cpu" and has_several_ranks():
+        if state.device.type == "cpu" and is_distributed():
             raise Unsupported("host graphs cannot record torch.distributed: several ranks are captured on GPUs alone")
         self.state, self.pool = state, capture.pool()
         for generator in state.snapshot.generators:

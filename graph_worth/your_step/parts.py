@@ -138,8 +138,3 @@ def copy_batch(static, batch) -> None:
     for static_leaf, leaf in zip(tree_leaves(static), tree_leaves(batch), strict=True):
         if isinstance(static_leaf, torch.Tensor):
             static_leaf.copy_(leaf, non_blocking=True)
-
-
-def has_several_ranks() -> bool:
-    """Return whether this process is one of several ranks."""
-    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1

@@ -12,9 +12,10 @@ import torch
 from graph_worth import made_variant as variants
 from graph_worth.capture.pool import CaptureError
 from graph_worth.measuring import marks
+from graph_worth.parallel.host_messages import is_distributed
 from graph_worth.snapshot import Snapshot
 from graph_worth.your_step import host_values, step_file, user_file
-from graph_worth.your_step.parts import changing_values, has_several_ranks, loss_of, signature_of, tensors_in, without
+from graph_worth.your_step.parts import changing_values, loss_of, signature_of, tensors_in, without
 
 # Optimizers make their state in their first step. All variants train from the state after these.
 WARM_STEPS = 3
@@ -73,9 +74,7 @@ class StepState:
         self.moving.keep()
         self.layers = _layers(self.modules)
         # Names of values in batches, such as indices and names of files, that the step does not read.
-        self.unread = (
-            [] if has_several_ranks() else [name for name in changing_values(self.batches) if self._skips(name)]
-        )
+        self.unread = [] if is_distributed() else [name for name in changing_values(self.batches) if self._skips(name)]
         signatures = [signature_of(batch, self.unread) for batch in self.batches]
         known = list(dict.fromkeys(signatures))
         if len(known) > MOST_CLASSES:

@@ -29,8 +29,9 @@ from graph_worth.capture.host_tensors import HostTensors, one_hot_as_on_gpu
 from graph_worth.capture.side_streams import StreamWatch
 from graph_worth.measuring import operator_table
 from graph_worth.measuring.module_parts import hooked, named_parts
+from graph_worth.parallel.host_messages import is_distributed
 from graph_worth.snapshot import storage_id, storage_of
-from graph_worth.your_step.parts import has_several_ranks, tensors_in
+from graph_worth.your_step.parts import tensors_in
 from graph_worth.your_step.place import Place, place_of_call, place_of_thread
 from graph_worth.your_step.record import (
     A_CUDA_OPERATION,
@@ -292,7 +293,7 @@ class _Operators(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         is_exchange = is_collective(str(func))
         reason = rules.reason_against(func, args, kwargs)
-        if is_exchange and (has_several_ranks() or any(map(_is_cuda, leaves))):
+        if is_exchange and (is_distributed() or any(map(_is_cuda, leaves))):
             reason = None  # NCCL's are captured, and several ranks of a CPU stand for GPUs
         if func is torch.ops.aten.set_.source_Storage and storage_id(args[0]) in record.made:
             reason = None  # a view that this step makes, as cuDNN's LSTM does of its weights
