@@ -7,7 +7,7 @@ import os
 import torch
 
 from graph_worth import made_variant as variants
-from graph_worth.made_variant import Capture, Unsupported
+from graph_worth.made_variant import Capture, Unsupported, entered
 
 # Of one function: each shape has a graph, and those of variants made earlier count, too. torch's default is 8.
 MOST_GRAPHS = 64
@@ -39,8 +39,7 @@ class Compiled:
         self.replace(state, step, functions, capture, **options)
         self.capture.strategy = f"torch.compile of {what}, mode {mode}"
         self.pool = self.capture.pool()
-        self.enter()
-        try:
+        with entered(self):
             # reduce-overhead captures in its second and third step; from then on each step makes as many replays.
             on_gpu = state.device.type == "cuda"
             adopted = self.pool.adopt(is_borrowed=True) if on_gpu else contextlib.nullcontext()
@@ -50,8 +49,6 @@ class Compiled:
             with self.capture.timed("compile_s"), adopted, limited, compiling(self.capture):
                 self.compile_steps()
             self.count_replays()
-        finally:
-            self.leave()
         if mode == "reduce-overhead" and not any(self._replays):
             raise Unsupported(f"torch.compile(mode='reduce-overhead') made no graphs of {what}")
 
@@ -63,11 +60,8 @@ class Compiled:
 
     def graphed(self, make, strategy: str):
         """Return make(state, capture), a capture of the step with the compiled functions in it."""
-        self.enter()
-        try:
+        with entered(self):
             captured = make(self.state, self.capture)
-        finally:
-            self.leave()
         self.capture.strategy = strategy
         captured.compiled = self  # keeps the compiled kernels, which the graphs launch
         return captured

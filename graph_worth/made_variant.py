@@ -142,6 +142,26 @@ def leave(variant) -> None:
         variant.leave()
 
 
+@contextlib.contextmanager
+def entered(variant):
+    """Within it, steps are the variant's."""
+    enter(variant)
+    try:
+        yield
+    finally:
+        leave(variant)
+
+
+@contextlib.contextmanager
+def left(variant):
+    """Within it, steps are those of other variants, though the variant was entered."""
+    leave(variant)
+    try:
+        yield
+    finally:
+        enter(variant)
+
+
 class MadeVariant(Protocol):
     """One way to run a training step, made from a state; it may raise Unsupported, CaptureError or ValueError.
 

@@ -5,7 +5,7 @@ import torch
 from graph_worth.capture.graph_error import CaptureError
 from graph_worth.capture.parameterized import sums
 from graph_worth.compiled import MOST_GRAPHS, Compiled
-from graph_worth.made_variant import Capture
+from graph_worth.made_variant import Capture, entered
 from graph_worth.measuring import coverage
 
 
@@ -37,8 +37,7 @@ class Parameterized(Compiled):
         self.replace(state, step, functions, capture, backend="parameterized", dynamic=False, fullgraph=True)
         self.capture.strategy = f"parameterized launches of {what}, no pool and no static inputs"
         self.capture.pools.append(self.regions)
-        self.enter()
-        try:
+        with entered(self):
             with (
                 self.capture.timed("capture_s"),
                 backend.collecting(self.regions),
@@ -51,8 +50,6 @@ class Parameterized(Compiled):
             counted = coverage.measure(self.step, self.regions.graphs, state.device.type == "cuda")
             counted |= coverage.patching(self.step, self.regions.graphs)
             self.capture.report = {**counted, "regions": [region.row() for region in self.regions.graphs]}
-        finally:
-            self.leave()
 
     def enter(self):
         """Put the compiled functions in the place of the model's."""

@@ -417,12 +417,8 @@ class Worker:
 
     @contextlib.contextmanager
     def _entered(self, name, variant):
-        with self._memory_of(name):
-            variants.enter(variant)
-            try:
-                yield
-            finally:
-                variants.leave(variant)
+        with self._memory_of(name), variants.entered(variant):
+            yield
 
     def _settle_memory(self):
         gc.collect()

@@ -6,7 +6,7 @@ import torch
 
 from graph_worth.capture.pool import CaptureError
 from graph_worth.machine import memory
-from graph_worth.made_variant import enter, leave
+from graph_worth.made_variant import left
 from graph_worth.measuring import parity
 from graph_worth.measuring.course import course
 from graph_worth.parallel.host_messages import of_all_ranks
@@ -34,11 +34,8 @@ def compare_with_eager(training, variant, reference, device: torch.device) -> li
     # An eager step needs about what the graphs hold.
     if not all(of_all_ranks(free is None or sum(pool.bytes() for pool in variant.capture.pools) < free)):
         return ["graphs were not compared with eager: no memory for its steps beside them"]
-    leave(variant)
-    try:
+    with left(variant):
         eagers = course(training, reference, 2).losses
-    finally:
-        enter(variant)
     if device.type == "cuda":
         # What eager steps took is no memory of the variant.
         gc.collect()

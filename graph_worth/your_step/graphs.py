@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graph_worth.compiled import Compiled, require_compiler
 from graph_worth.contract import variant
-from graph_worth.made_variant import Capture, Unsupported
+from graph_worth.made_variant import Capture, Unsupported, entered
 from graph_worth.parallel.host_messages import is_distributed
 from graph_worth.snapshot import storage_id
 from graph_worth.your_step.parts import tensors_in
@@ -261,11 +261,8 @@ class GraphedCompiledStep(GraphedStep):
             require_compiler(state.device)
         # It keeps the compiled kernels, which the graph launches.
         self.compiled = CompiledModules(state, capture)
-        self.compiled.enter()
-        try:
+        with entered(self.compiled):
             super().__init__(state, capture)
-        finally:
-            self.compiled.leave()
         capture.strategy = f"the whole step, its modules compiled by torch.compile{self.compiled.numbers}"
 
 

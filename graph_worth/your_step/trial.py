@@ -186,7 +186,7 @@ class Trial:
     def _fault(self, variant) -> Outcome | None:
         """The outcome of a variant that does not train as eager does."""
         if not self._eager:
-            with self._left(variant), _noting_other_kernels() as others:
+            with variants.left(variant), _noting_other_kernels() as others:
                 self._eager = [self._course(self.state.train) for _ in range(2)]
             self._is_exact = not others
         eager, again = self._eager
@@ -211,7 +211,7 @@ class Trial:
             return self._wrong("wrong numbers", differs) if differs else None
         # Graphs of modules get no copies of batches.
         copied = eager
-        with self._left(variant):
+        with variants.left(variant):
             if not getattr(variant, "may_round", False):
                 copied = self._course(through_copies(self.state))
             if copied is eager or self._difference(copied):
@@ -242,14 +242,6 @@ class Trial:
     def _difference(self, trained: Course) -> str:
         eager, again = self._eager
         return rank_decisions.first(parity.difference(eager, again, trained, self._rounded))
-
-    @contextlib.contextmanager
-    def _left(self, variant):
-        variants.leave(variant)
-        try:
-            yield
-        finally:
-            variants.enter(variant)
 
     def _course(self, step):
         with answering() if self._as_captured else contextlib.nullcontext():
