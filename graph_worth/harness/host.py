@@ -18,7 +18,7 @@ from graph_worth.folders import ROOT, START
 from graph_worth.harness import command
 from graph_worth.harness.command import Mistake, positive
 from graph_worth.harness.measure import require_torch
-from graph_worth.harness.processes.host_load import busy_processes
+from graph_worth.harness.processes.supervisor import busy_processes
 
 # Of all calls together, once quiet and once beside busy processes.
 SECONDS = 3.0

@@ -18,7 +18,7 @@ from graph_worth.harness.checks import Fault
 from graph_worth.harness.command import stop
 from graph_worth.harness.files import partial
 from graph_worth.harness.processes import locks
-from graph_worth.harness.processes.host_load import busy_processes
+from graph_worth.harness.processes.supervisor import busy_processes
 
 # Parity makes PARITY_STEPS, or as many as the first variant makes in PARITY_S of the preset, at least three.
 PARITY_STEPS = 20

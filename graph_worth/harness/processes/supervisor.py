@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from graph_worth.folders import ROOT, START, SUPERVISOR
@@ -77,6 +78,26 @@ def run_logged(command: list[str], log: Path, limit_s: float, environment: dict)
 def set_parent_death_signal(number: int) -> None:
     """Let the kernel send signal `number` to this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def busy_processes(number: int) -> Iterator[None]:
+    """Keep `number` processes busy for as long as the block lasts. They end when the calling thread ends, too."""
+    command, parent = [sys.executable, "-I", "-S", "-c", "while True: pass"], os.getpid()
+
+    def end_with_parent():
+        set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(number):
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
 
 
 def descendants(pid: int) -> list[int]:
