@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -227,27 +226,8 @@ def test_failure_of_a_program_is_not_hidden(machine):
         assert answer.returncode == 2 and "[Makefile:" in answer.stderr and f"Error {status}" in answer.stderr
 
 
-def test_interrupt_ends_make_as_an_interrupt(machine):
-    machine.make("bench", "MODEL=gpt3")
-    (machine.folder / "wait").touch()
-    process = subprocess.Popen(
-        ["make", "bench", "MODEL=gpt3"],
-        cwd=machine.repo,
-        env=machine.environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 240
-    while not (machine.folder / "running").exists():
-        assert time.monotonic() < deadline, "the program was not started"
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=240) in (-signal.SIGINT, 130)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
-def test_a_signal_to_make_alone_ends_the_program(machine, number):
+def begun(machine):
+    """The process of a make whose program waits."""
     machine.make("bench", "MODEL=gpt3")
     (machine.folder / "wait").touch()
     process = subprocess.Popen(
@@ -261,6 +241,18 @@ def test_a_signal_to_make_alone_ends_the_program(machine, number):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert until((machine.folder / "running").exists), "the program was not started"
+    return process
+
+
+def test_interrupt_ends_make_as_an_interrupt(machine):
+    process = begun(machine)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=240) in (-signal.SIGINT, 130)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_to_make_alone_ends_the_program(machine, number):
+    process = begun(machine)
     process.send_signal(number)
     assert until((machine.folder / "stopped").exists), "the program goes on"
     assert process.wait(timeout=240) == -number
