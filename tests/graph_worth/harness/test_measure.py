@@ -43,6 +43,14 @@ def build(device):
 """
 
 
+@pytest.fixture
+def step(tmp_path):
+    """The path of a file that holds STEP."""
+    path = tmp_path / "my_step.py"
+    path.write_text(STEP)
+    return str(path)
+
+
 @pytest.mark.parametrize(
     ("ms", "status", "word"),
     [
@@ -164,19 +172,18 @@ def test_a_sound_step_goes_from_its_file_to_a_run_file_and_a_verdict(tmp_path):
         ((), True, True, [*PARTS, "mine"]),
     ],
 )
-def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(tmp_path, monkeypatch, names, whole, mine, timed):
+def test_a_gpu_times_no_parts_of_a_step_that_can_be_captured_whole(step, monkeypatch, names, whole, mine, timed):
     class Asked(Exception):
         pass
 
     def ask(asked):
         raise Asked(asked.variants)
 
-    (tmp_path / "my_step.py").write_text(STEP)
     monkeypatch.setattr(measure, "doctor", lambda asked: (0, "said", {"whole_is_right": whole, "has_mine": mine}))
     monkeypatch.setattr(measure.gpus, "find_gpus", lambda: Gpus(names))
     monkeypatch.setattr(measure.run, "measured", ask)
     with pytest.raises(Asked) as asked:
-        measure.measure(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build"]))
+        measure.measure(measure.parse(["--step", f"{step}:build"]))
     found = asked.value.args[0]
     assert (command.words_of(found) if found else None) == timed
 
@@ -241,24 +248,22 @@ def test_graph_that_is_not_faster_has_its_reason(eager, graph, more, said):
     ("words", "is_limited"),
     [([], True), (["--cycles", "8"], False), (["--minutes", "3"], False), (["--host-load", "2"], False)],
 )
-def test_the_clock_ends_a_run_unless_its_length_was_asked_for(tmp_path, monkeypatch, words, is_limited):
+def test_the_clock_ends_a_run_unless_its_length_was_asked_for(step, monkeypatch, words, is_limited):
     seen = []
-    (tmp_path / "my_step.py").write_text(STEP)
     monkeypatch.setattr(measure, "doctor", lambda asked: (0, "", {}))
     monkeypatch.setattr(measure.run, "measured", lambda asked: seen.append(asked) or ([(None, None)], False))
-    assert measure.main(["--step", str(tmp_path / "my_step.py"), *words]) == 1
+    assert measure.main(["--step", step, *words]) == 1
     assert (seen[0].cycles_s is not None) == is_limited
 
 
 @pytest.mark.parametrize("is_aware", [True, False])
 def test_steps_that_do_otherwise_in_a_capture_are_compared_as_in_one_and_their_blocks_within_a_hundredth(
-    tmp_path, monkeypatch, is_aware
+    step, monkeypatch, is_aware
 ):
     seen = []
-    (tmp_path / "my_step.py").write_text(STEP)
     monkeypatch.setattr(measure, "doctor", lambda asked: (0, "", {"is_capture_aware": is_aware}))
     monkeypatch.setattr(measure.run, "measured", lambda asked: seen.append(asked) or ([(None, None)], False))
-    measure.main(["--step", str(tmp_path / "my_step.py")])
+    measure.main(["--step", step])
     (build,) = measure.ask.ask_of(seen[0], measure.MODEL, measure.launch.describe_here()).builds
     assert ("--as-captured" in seen[0].flags) == is_aware
     graph = build.variants["graph_step"]
@@ -274,14 +279,14 @@ def test_a_number_that_a_replay_freezes_is_wrong_and_named(tmp_path):
     assert "host value" in done.stdout and f"{tmp_path / 'my_step.py'}:12" in done.stdout
 
 
+@pytest.mark.usefixtures("step")
 @pytest.mark.parametrize(
-    ("step", "words"),
+    ("given", "words"),
     [("nowhere.py", "there is no file nowhere.py"), ("my_step.py:nothing", "has no function nothing(device)")],
 )
-def test_a_file_without_a_step_is_refused_in_one_line(tmp_path, monkeypatch, capsys, step, words):
-    (tmp_path / "my_step.py").write_text(STEP)
+def test_a_file_without_a_step_is_refused_in_one_line(tmp_path, monkeypatch, capsys, given, words):
     monkeypatch.chdir(tmp_path)
-    assert measure.main(["--step", step]) == 2
+    assert measure.main(["--step", given]) == 2
     said = capsys.readouterr()
     assert words in said.err and said.err.count("\n") == 1 and not said.out
 
@@ -296,9 +301,8 @@ def test_a_number_of_cycles_that_is_none_is_refused_by_the_program_that_was_call
     ("found", "said"), [(-9, "The doctor itself failed"), (1, "The doctor itself failed"), (0, "")]
 )
 def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_page(
-    tmp_path, monkeypatch, capsys, found, said
+    tmp_path, step, monkeypatch, capsys, found, said
 ):
-    (tmp_path / "my_step.py").write_text(STEP)
     monkeypatch.setattr(measure, "doctor", lambda asked: (found, "", {}))
     monkeypatch.setattr(measure.run, "measured", lambda asked: ([(made_run(ms={"graph_layer": 8.0}), tmp_path)], False))
 
@@ -306,7 +310,7 @@ def test_a_run_goes_on_to_its_verdict_without_a_doctor_and_without_room_for_a_pa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(measure.run, "write_page", full)
-    assert measure.main(["--step", str(tmp_path / "my_step.py")]) == measure.FASTER
+    assert measure.main(["--step", step]) == measure.FASTER
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "no page about the run: No space left on device" and lines[-1].startswith("Faster")
     assert said in lines[0] and ("SIGKILL" in lines[0]) == (found == -9)
@@ -338,28 +342,24 @@ def test_the_last_line_does_not_contradict_the_doctor(device, doctor, seen, hash
     assert (status == measure.WRONG) == sentence.startswith("Wrong numbers")
 
 
-def test_a_doctor_that_is_killed_is_told_in_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_step.py").write_text(STEP)
+def test_a_doctor_that_is_killed_is_told_in_one_line(step, monkeypatch, capsys):
     monkeypatch.setattr(measure, "doctor", lambda asked: (-9, "", {}))
-    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--doctor"]) == 1
+    assert measure.main(["--step", step, "--doctor"]) == 1
     said = capsys.readouterr().err
     assert "the doctor was ended by SIGKILL" in said and said.count("\n") == 1
 
 
-def test_a_root_that_cannot_be_made_is_told_before_the_doctor(tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_step.py").write_text(STEP)
+def test_a_root_that_cannot_be_made_is_told_before_the_doctor(step, monkeypatch, capsys):
     monkeypatch.setattr(measure, "doctor", lambda asked: pytest.fail("the doctor ran"))
-    step = str(tmp_path / "my_step.py")
     assert measure.main(["--step", step, "--out", step]) == measure.main(["--step", step, "--out", "/proc/x"]) == 2
     said = capsys.readouterr().err
     assert "File exists" in said and "/proc/x" in said and said.count("\n") == 2
 
 
-def test_more_ranks_than_cores_are_refused_before_the_doctor(tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_step.py").write_text(STEP)
+def test_more_ranks_than_cores_are_refused_before_the_doctor(step, monkeypatch, capsys):
     monkeypatch.setattr(measure, "doctor", lambda asked: pytest.fail("the doctor ran"))
     monkeypatch.setattr(measure.gpus, "find_gpus", Gpus)
-    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--ngpu", "4096"]) == 2
+    assert measure.main(["--step", step, "--ngpu", "4096"]) == 2
     said = capsys.readouterr().err
     assert "--ngpu 4096 (NGPU): without a GPU a rank takes a core" in said and said.count("\n") == 1
 
@@ -427,15 +427,14 @@ def test_after_a_kill_the_same_command_goes_on_with_the_cycles_that_were_finishe
         (f"{measure.PROG}: no build\n" * 2 + "torchrun", (measure.MISTAKE, "", {})),
     ],
 )
-def test_several_ranks_tell_their_status_in_a_file_and_a_mistake_once(tmp_path, monkeypatch, capsys, errors, found):
+def test_several_ranks_tell_their_status_in_a_file_and_a_mistake_once(step, monkeypatch, capsys, errors, found):
     def ranks(words, asks, **more):
         assert words[1:5] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
         Path(words[-1]).write_text("a finding")
         Path(words[-1]).with_suffix(".json").write_text('{"status": 6, "whole_is_right": false}')
         return SimpleNamespace(returncode=0, communicate=lambda timeout: (None, errors))
 
-    (tmp_path / "my_step.py").write_text(STEP)
-    asked = measure.request(measure.parse(["--step", f"{tmp_path / 'my_step.py'}:build", "--ngpu", "2"]))
+    asked = measure.request(measure.parse(["--step", f"{step}:build", "--ngpu", "2"]))
     monkeypatch.setattr(measure.supervisor, "start", ranks)
     monkeypatch.setattr(measure.supervisor, "end", lambda process, patience_s: None)
     monkeypatch.setenv(step_file.PROG, measure.PROG)
@@ -469,12 +468,11 @@ def test_a_variant_that_failed_otherwise_has_no_wrong_numbers():
     assert measure.verdict(run)[0] == measure.NO_CAPTURE
 
 
-def test_a_variant_that_nobody_has_is_refused_before_anything_runs(tmp_path, capsys):
-    (tmp_path / "my_step.py").write_text(STEP)
-    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--variants", "nonsense"]) == 2
+def test_a_variant_that_nobody_has_is_refused_before_anything_runs(step, capsys):
+    assert measure.main(["--step", step, "--variants", "nonsense"]) == 2
     said = capsys.readouterr()
     assert "takes some of eager, graph_step" in said.err and not said.out
-    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--variants", "graph_compiled"]) == 2
+    assert measure.main(["--step", step, "--variants", "graph_compiled"]) == 2
     assert "variant 'graph_compiled' is now 'graph_step_compiled'" in capsys.readouterr().err
 
 
@@ -487,12 +485,11 @@ def test_a_variant_that_nobody_has_is_refused_before_anything_runs(tmp_path, cap
         ("", ": it does not run as Python does"),
     ],
 )
-def test_an_interpreter_that_cannot_run_a_step_is_refused_in_one_line(tmp_path, capsys, answer, said):
-    (tmp_path / "my_step.py").write_text(STEP)
+def test_an_interpreter_that_cannot_run_a_step_is_refused_in_one_line(tmp_path, step, capsys, answer, said):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho '{answer}'\n")
     python.chmod(0o755)
-    words = ["--step", str(tmp_path / "my_step.py"), "--out", str(tmp_path), "--python", str(python)]
+    words = ["--step", step, "--out", str(tmp_path), "--python", str(python)]
     assert measure.main(words) == 2
     printed = capsys.readouterr()
     assert printed.err == f"python -m benchmarks.measure: --python {python}{said}\n" and not printed.out
@@ -503,12 +500,11 @@ def test_versions_are_those_of_the_interpreter():
     assert json.loads(done.stdout) == [list(sys.version_info[:2]), importlib.metadata.version("torch")]
 
 
-def test_json_holds_the_verdict_and_its_numbers_and_nothing_else_is_printed(tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_step.py").write_text(STEP)
+def test_json_holds_the_verdict_and_its_numbers_and_nothing_else_is_printed(tmp_path, step, monkeypatch, capsys):
     monkeypatch.setattr(measure, "doctor", lambda asked: print("the doctor's words") or (0, "", {}))
     monkeypatch.setattr(measure.run, "measured", lambda asked: ([(made_run(ms={"graph_layer": 8.0}), tmp_path)], False))
     monkeypatch.setattr(measure.run, "page_line", lambda *_: "a page")
-    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--json"]) == measure.FASTER
+    assert measure.main(["--step", step, "--json"]) == measure.FASTER
     printed = capsys.readouterr()
     told = json.loads(printed.out)
     assert (told["verdict"], told["status"], told["run"]) == ("faster", measure.FASTER, str(tmp_path))
@@ -518,14 +514,13 @@ def test_json_holds_the_verdict_and_its_numbers_and_nothing_else_is_printed(tmp_
     assert told["text"].startswith("Faster") and "the doctor's words" in printed.err
 
 
-def test_the_quick_answer_has_a_page_and_the_step_on_the_roofline(tmp_path, monkeypatch, capsys):
+def test_the_quick_answer_has_a_page_and_the_step_on_the_roofline(tmp_path, step, monkeypatch, capsys):
     """10 ms of the host's and 5 ms of the GPU's for 100 kernels."""
-    (tmp_path / "my_step.py").write_text(STEP)
     run = made_run(issue=(10.0, 5.0), kernels=100)
     del run.builds[""].variants["graph_layer"]
     monkeypatch.setattr(measure.run, "measured", lambda asked: ([(run, tmp_path)], False))
     monkeypatch.setattr(measure.run, "page_line", lambda *_: "a page")
-    assert measure.main(["--step", str(tmp_path / "my_step.py"), "--quick", "--json"]) == measure.NOT_MEASURED
+    assert measure.main(["--step", step, "--quick", "--json"]) == measure.NOT_MEASURED
     printed = capsys.readouterr()
     roof = json.loads(printed.out)["roofline"]
     assert roof == pytest.approx({"kernel_us": 50.0, "host_us": 100.0, "gain": 2.0}) and "a page\n" in printed.err
