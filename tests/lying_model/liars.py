@@ -7,7 +7,6 @@ import torch
 
 from graph_worth.contract import variant
 from tests.lying_model.sound import Graphed, Halves
-from tests.lying_model.state import eager_step
 
 
 @variant("drops", kind="graph", help="liars", graphs=1)
@@ -38,9 +37,11 @@ class HalfPrecision(Graphed):
 
 @variant("frozen_rate", kind="graph", help="liars", graphs=1)
 class FrozenRate(Graphed):
+    late_rate = 0.0
+
     def run(self, index):
         with torch.no_grad():
-            self.state.rate.fill_(0.0 if self.is_late else 0.5)
+            self.state.rate.fill_(self.late_rate if self.is_late else 0.5)
         super().run(index)
 
     def leave(self):
@@ -52,10 +53,7 @@ class FrozenRate(Graphed):
 
 @variant("scaled_update", kind="graph", help="liars", graphs=1)
 class ScaledUpdate(FrozenRate):
-    def run(self, index):
-        with torch.no_grad():
-            self.state.rate.fill_(0.3 if self.is_late else 0.5)
-        self.graph.replay()
+    late_rate = 0.3
 
 
 @variant("half_batch", kind="graph", help="liars", graphs=1)
@@ -78,10 +76,8 @@ class StaleInput(Graphed):
 
 @variant("one_operator", kind="graph", help="liars", graphs=1)
 class OneOperator(Graphed):
-    def __init__(self, state, capture):
-        self.state, self.pool, self.steps = state, capture.pool(), 0
-        capture.warm_up(eager_step)
-        self.spare = torch.zeros(4, device=state.device)
+    def record(self):
+        self.spare = torch.zeros(4, device=self.state.device)
         self.graph, _ = self.pool.capture(lambda: self.spare.add_(1.0))
 
     def run(self, index):
@@ -240,10 +236,7 @@ class GrowsUntimed(GrowsInLeave):
 class SlowerRate(FrozenRate):
     """Trains with 0.95 of the learning rate."""
 
-    def run(self, index):
-        with torch.no_grad():
-            self.state.rate.fill_(0.475 if self.is_late else 0.5)
-        self.graph.replay()
+    late_rate = 0.475
 
 
 @variant("hands_in", kind="graph", help="liars", graphs=1)

@@ -17,7 +17,10 @@ class Graphed:
         self.state, self.pool, self.steps = state, capture.pool(), 0
         capture.warm_up(eager_step)
         with capture.capturing():
-            self.graph, _ = self.pool.capture(state.train, (state.inputs,))
+            self.record()
+
+    def record(self):
+        self.graph, _ = self.pool.capture(self.state.train, (self.state.inputs,))
 
     def step(self, index):
         self.steps += 1
@@ -37,11 +40,8 @@ class Graphed:
 class ForwardBackward(Graphed):
     """The update stays eager."""
 
-    def __init__(self, state, capture):
-        self.state, self.pool, self.steps = state, capture.pool(), 0
-        capture.warm_up(eager_step)
-        with capture.capturing():
-            self.graph, (self.loss, self.gradients) = self.pool.capture(self.recorded, (state.inputs,))
+    def record(self):
+        self.graph, (self.loss, self.gradients) = self.pool.capture(self.recorded, (self.state.inputs,))
 
     def recorded(self):
         loss = self.state.forward_loss()
@@ -53,19 +53,12 @@ class ForwardBackward(Graphed):
 
 
 @variant("graph_halves", kind="graph", graphs=2, parity="bitwise")
-class Halves(Graphed):
+class Halves(ForwardBackward):
     """Forward and backward in one graph, the update in another."""
 
-    def __init__(self, state, capture):
-        self.state, self.pool, self.steps = state, capture.pool(), 0
-        capture.warm_up(eager_step)
-
-        def recorded():
-            loss = state.forward_loss()
-            return loss.detach(), torch.autograd.grad(loss, state.weights)
-
-        self.graph, (loss, gradients) = self.pool.capture(recorded, (state.inputs,))
-        self.second, _ = self.pool.capture(lambda: state.update(loss, gradients))
+    def record(self):
+        super().record()
+        self.second, _ = self.pool.capture(lambda: self.state.update(self.loss, self.gradients))
 
     def run(self, index):
         self.graph.replay()
