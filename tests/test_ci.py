@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.processes import program
+
 CI = Path(__file__).resolve().parent.parent / ".ci"
 
 # Prints pytest's summary. A target named in FAILING fails, in FLAKY at its first call.
@@ -40,8 +42,7 @@ def run_ci(tmp_path, **variables):
     shutil.copy(CI / "run", tmp_path / ".ci")
     programs = {"make": FAKE_MAKE, "python": FAKE_PYTHON, **dict.fromkeys(PACKAGED, "#!/bin/bash\n")}
     for name, text in programs.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+        program(tmp_path / name, text)
     for name in TOOLS:
         (tmp_path / name).symlink_to(shutil.which(name))
     folders = {

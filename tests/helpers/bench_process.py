@@ -10,6 +10,7 @@ from graph_worth.folders import ROOT
 from graph_worth.harness import judge
 from graph_worth.harness.files import run_file
 from graph_worth.harness.files.facts import Run, Variant
+from tests.helpers.processes import processes_with
 
 MODEL = "tests.lying_model"
 
@@ -63,14 +64,8 @@ def wait_for(process, text, limit_s=240):
 
 def workers() -> dict[int, str]:
     """Process id -> path of the socket of each worker of the made model on this machine."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_text().split("\0")
-            except OSError:
-                continue
-            is_worker = f"{MODEL}.train" in command and "--worker" in command
-            if is_worker and "graph_worth.harness.processes.supervisor" not in command:
-                found[int(entry.name)] = command[command.index("--worker") + 1]
-    return found
+    return {
+        pid: command[command.index("--worker") + 1]
+        for pid, command in processes_with(f"{MODEL}.train").items()
+        if "--worker" in command and "graph_worth.harness.processes.supervisor" not in command
+    }

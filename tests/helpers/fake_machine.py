@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.processes import program
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "awk bash cat cksum cp dirname echo env find head make mkdir paste rm sleep tail touch"
 
@@ -54,9 +56,7 @@ class Machine:
         self.faults()
 
     def script(self, name, text):
-        path = self.folder / name
-        path.write_text(text)
-        path.chmod(0o755)
+        program(self.folder / name, text)
 
     def faults(self, *lines):
         (self.folder / "faults").write_text("".join(line + "\n" for line in lines))

@@ -7,12 +7,12 @@ import contextlib
 import importlib
 import json
 import os
-import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from graph_worth.parallel import collectives
 from tests.helpers import forked
+from tests.helpers.processes import free_ports
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -25,9 +25,7 @@ def run(module: str, function: str, world_size: int, timeout_s: float = 300, dev
 
 def run_script(module: str, arguments: list[str], world_size: int, timeout_s: float = 300) -> list[str]:
     """Return the stdout of each rank of `python -m module arguments...`; every rank must exit with 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 

@@ -1,7 +1,10 @@
 """Processes that tests start: find them, wait for a condition, and a launcher of two nodes on this machine."""
 
+import contextlib
 import os
+import socket
 import time
+from pathlib import Path
 
 # Starts the command twice on this machine, as two nodes, as graph_worth/harness/processes/launch.py asks of a launcher.
 TWO_NODES = """#!/bin/bash
@@ -24,17 +27,15 @@ exit $status
 """
 
 
-def processes_with(mark):
-    """Return ids of processes, without zombies, whose command line holds `mark`."""
-    found = []
+def processes_with(mark) -> dict[int, list[str]]:
+    """Process id -> command of each other process, without zombies, whose command line holds `mark`."""
+    found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                with open(f"/proc/{entry}/cmdline", "rb") as file:
-                    if mark.encode() in file.read():
-                        found.append(int(entry))
-            except OSError:
-                continue
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{entry}/cmdline").read_text(errors="replace")
+                if mark in text:
+                    found[int(entry)] = text.split("\0")
     return found
 
 
@@ -60,3 +61,12 @@ def program(path, text):
     path.write_text(text)
     path.chmod(0o755)
     return str(path)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of the loopback that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

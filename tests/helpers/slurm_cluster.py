@@ -16,6 +16,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.helpers.processes import free_ports, until
+
 # Debian keeps the daemons where a plain user's PATH does not look.
 DAEMON_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 START_LIMIT_S = 120.0
@@ -126,12 +128,9 @@ class Cluster:
             )
 
     def _until(self, condition, what):
-        deadline = time.monotonic() + START_LIMIT_S
-        while not condition():
-            if time.monotonic() > deadline:
-                logs = [path.read_text(errors="replace")[-1500:] for path in self.folder.glob("*.log")]
-                raise TimeoutError(f"{what} is not up after {START_LIMIT_S} s\n" + "\n".join(logs))
-            time.sleep(0.05)
+        if not until(condition, START_LIMIT_S):
+            logs = [path.read_text(errors="replace")[-1500:] for path in self.folder.glob("*.log")]
+            raise TimeoutError(f"{what} is not up after {START_LIMIT_S} s\n" + "\n".join(logs))
 
     def states(self) -> list[str]:
         """One word a node, as sinfo says it."""
@@ -162,9 +161,7 @@ class Cluster:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.run("scancel", "--signal=KILL", "--full", f"--user={getpass.getuser()}", timeout=10)
                 self.run("scancel", f"--user={getpass.getuser()}", timeout=10)
-                deadline = time.monotonic() + 5
-                while self.run("squeue", "--noheader", timeout=10).stdout.strip() and time.monotonic() < deadline:
-                    time.sleep(0.1)
+                until(lambda: not self.run("squeue", "--noheader", timeout=10).stdout.strip(), 5)
         for process in reversed(self.processes):
             process.terminate()
             try:
@@ -173,12 +170,3 @@ class Cluster:
                 process.kill()
                 process.wait()
         self.processes = []
-
-
-def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -3,6 +3,8 @@
 import json
 import os
 
+from tests.helpers.processes import program
+
 # Logs its name, words and settings; $LOG/<name>.fails holds a word of the calls that it refuses.
 SHIM = r"""#!/bin/bash
 name=${0##*/}
@@ -33,8 +35,7 @@ class shims:
         self.folder = folder
         folder.mkdir()
         for name in names:
-            (folder / name).write_text(SHIM)
-            (folder / name).chmod(0o755)
+            program(folder / name, SHIM)
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         monkeypatch.setenv("LOG", str(folder))
 

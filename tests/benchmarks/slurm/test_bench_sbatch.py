@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from graph_worth.folders import ROOT
+from tests.helpers.processes import program
 from tests.helpers.slurm_shims import shims
 
 SCRIPTS = ROOT / "benchmarks" / "slurm"
@@ -23,8 +24,7 @@ PYTHON_SHIM = """#!/bin/bash
 def batch(tmp_path, monkeypatch):
     """Runs bench.sbatch as one task of a job; returns (result, words that reach Python, srun's calls)."""
     shim = shims(tmp_path / "bin", monkeypatch, "srun", "scontrol")
-    (shim.folder / "python-shim").write_text(PYTHON_SHIM)
-    (shim.folder / "python-shim").chmod(0o755)
+    python = program(shim.folder / "python-shim", PYTHON_SHIM)
 
     def run(*words, **settings):
         environment = {
@@ -32,7 +32,7 @@ def batch(tmp_path, monkeypatch):
             "LOG": str(shim.folder),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n[1-2]",
-            "PYTHON": str(shim.folder / "python-shim"),
+            "PYTHON": python,
             "RUNS": f"{tmp_path}/out-{{}}",
             **settings,
         }

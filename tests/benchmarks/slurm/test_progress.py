@@ -15,6 +15,7 @@ from benchmarks.slurm import progress
 from graph_worth.folders import ROOT
 from graph_worth.harness.files import partial
 from tests.helpers import made_run
+from tests.helpers.processes import program
 
 # ------------------------------------------------------------------------------------------------
 # progress.py
@@ -111,8 +112,7 @@ def start(tmp_path):
         "scontrol": f'#!/bin/bash\necho "$*" >>{tmp_path}/scontrol\n',
         "sleep": "#!/bin/bash\n",
     }.items():
-        (bin / name).write_text(text)
-        (bin / name).chmod(0o755)
+        program(bin / name, text)
     (tmp_path / "out").mkdir()
 
     def run(*kinds, **settings):

@@ -19,8 +19,9 @@ import pytest
 from graph_worth.folders import ROOT
 from graph_worth.harness import judge
 from graph_worth.harness.files import partial, run_file
-from tests.helpers.processes import processes_with, until
-from tests.helpers.slurm_cluster import Cluster, free_ports
+from tests.helpers.bench_process import only_run
+from tests.helpers.processes import free_ports, processes_with, until
+from tests.helpers.slurm_cluster import Cluster
 
 # One cluster serves all of them, so tests/conftest.py has one of pytest's processes run them.
 pytestmark = pytest.mark.slurm
@@ -48,7 +49,7 @@ def cluster(request, tmp_path_factory):
         }
         cluster.environment.pop("CUDA_VISIBLE_DEVICES", None)
         yield cluster
-    assert processes_with(str(cluster.folder)) == []
+    assert not processes_with(str(cluster.folder))
 
 
 def copy_of_repository(folder):
@@ -79,11 +80,6 @@ def end(cluster, job, limit_s=600.0):
 
 def queued(cluster):
     return set(cluster.run("squeue", "--noheader", "--format=%i").stdout.split())
-
-
-def only_run(out):
-    (path,) = out.glob("*/*/*.json")
-    return run_file.read(path)
 
 
 def cycles_of(out):

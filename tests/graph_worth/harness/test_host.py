@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from graph_worth.harness import host
+from tests.helpers.processes import program
 
 
 @pytest.mark.slow
@@ -52,10 +53,8 @@ def test_busy_processes_run_beside_the_second_answer_alone(monkeypatch):
     ],
 )
 def test_an_interpreter_that_cannot_is_one_line(tmp_path, capsys, body, status, said):
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{body}\n")
-    python.chmod(0o755)
-    assert host.main(["--python", str(python)]) == status
+    python = program(tmp_path / "python", f"#!/bin/sh\n{body}\n")
+    assert host.main(["--python", python]) == status
     printed = capsys.readouterr()
     assert said in printed.err and printed.err.count("\n") == 1 and not printed.out
 

@@ -20,6 +20,7 @@ from graph_worth.harness.processes.gpus import Gpus
 from graph_worth.your_step import step_file
 from tests.helpers.bench_process import wait_for
 from tests.helpers.made_run import made_run, with_apart
+from tests.helpers.processes import program
 
 PARTS = ["graph_step", "graph_fwd_bwd", "graph_modules"]
 WHOLE = ["graph_step", "compile", "graph_step_compiled", "reduce_overhead"]
@@ -486,10 +487,8 @@ def test_a_variant_that_nobody_has_is_refused_before_anything_runs(step, capsys)
     ],
 )
 def test_an_interpreter_that_cannot_run_a_step_is_refused_in_one_line(tmp_path, step, capsys, answer, said):
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    python.chmod(0o755)
-    words = ["--step", step, "--out", str(tmp_path), "--python", str(python)]
+    python = program(tmp_path / "python", f"#!/bin/sh\necho '{answer}'\n")
+    words = ["--step", step, "--out", str(tmp_path), "--python", python]
     assert measure.main(words) == 2
     printed = capsys.readouterr()
     assert printed.err == f"python -m benchmarks.measure: --python {python}{said}\n" and not printed.out

@@ -13,15 +13,9 @@ from pathlib import Path
 import pytest
 
 from graph_worth.machine import environment, gpu_state, source
+from tests.helpers.processes import is_running, program, until
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def wait_until(condition, timeout_s=240):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition was not met in time"
-        time.sleep(0.01)
 
 
 # --- describe_environment
@@ -141,8 +135,7 @@ def nvidia_smi(tmp_path, monkeypatch):
 
     def install(line):
         (tmp_path / "samples").write_text(f"{line}\n")
-        (tmp_path / "nvidia-smi").write_text(FAKE_NVIDIA_SMI.format(folder=tmp_path))
-        (tmp_path / "nvidia-smi").chmod(0o755)
+        program(tmp_path / "nvidia-smi", FAKE_NVIDIA_SMI.format(folder=tmp_path))
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         return tmp_path
 
@@ -157,7 +150,7 @@ def test_the_sampler_tells_the_median_clock_of_a_while(nvidia_smi, monkeypatch):
     seen_s = []
     more = ("1500, 700.0, 0x0000000000000004\n", "[N/A], 1.0, 0x0\na line\n1800, [N/A], 0x0000000000000020\n", "")
     for count, lines in enumerate(more, 1):
-        wait_until(lambda count=count: len(sampler.samples()) == count)
+        assert until(lambda count=count: len(sampler.samples()) == count)
         seen_s.append(time.monotonic())
         with open(folder / "samples", "a") as file:
             file.write(lines)
@@ -170,7 +163,7 @@ def test_the_sampler_tells_the_median_clock_of_a_while(nvidia_smi, monkeypatch):
     assert command[0] == "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active"
     assert command[1:] == ["--format=csv,noheader,nounits", "-lms", "250", "-i", "GPU-1"]
     sampler.stop()
-    wait_until(lambda: not alive(int(called)))
+    assert until(lambda: not is_running(int(called)))
     # A line that is not whole is no sample.
     os.write(sampler._file.fileno(), b"3.0, 18")
     assert sampler.state(t0, t1)["sm_mhz"] == 1500 and len(sampler.samples()) == 3
@@ -189,25 +182,17 @@ def test_sampler_ends_with_a_killed_parent(nvidia_smi):
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     stamper = int(parent.stdout.readline())
-    wait_until(lambda: (folder / "call").exists() and (folder / "call").read_text())
+    assert until(lambda: (folder / "call").exists() and (folder / "call").read_text())
     child = int((folder / "call").read_text().split()[0])
-    assert alive(stamper) and alive(child)
+    assert is_running(stamper) and is_running(child)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not alive(stamper) and not alive(child))
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    assert until(lambda: not is_running(stamper) and not is_running(child))
 
 
 def test_the_drivers_version(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.driver_version() is None
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 580.1\necho 580.1\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    program(tmp_path / "nvidia-smi", "#!/bin/sh\necho 580.1\necho 580.1\n")
     assert environment.driver_version() == "580.1"

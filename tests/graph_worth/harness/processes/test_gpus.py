@@ -3,13 +3,12 @@
 import os
 
 from graph_worth.harness.processes import gpus
+from tests.helpers.processes import program
 
 
 def fake_nvidia_smi(folder, monkeypatch, listing):
     folder.mkdir()
-    program = folder / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\nif [ "$1" = -L ]; then printf "{listing}"; else echo 580.1; fi\n')
-    program.chmod(0o755)
+    program(folder / "nvidia-smi", f'#!/bin/sh\nif [ "$1" = -L ]; then printf "{listing}"; else echo 580.1; fi\n')
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 

@@ -14,8 +14,7 @@ import pytest
 from graph_worth.folders import ROOT
 from graph_worth.harness.processes import launch, supervisor
 from tests.helpers.bench_process import bench, only_run, only_variants, only_verdicts
-from tests.helpers.processes import TWO_NODES, program
-from tests.helpers.slurm_cluster import free_ports
+from tests.helpers.processes import TWO_NODES, free_ports, program
 
 
 @pytest.fixture(autouse=True)

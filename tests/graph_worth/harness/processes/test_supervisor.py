@@ -38,7 +38,7 @@ def test_output_and_exit_status_of_a_command(tmp_path):
 def test_a_command_is_ended_at_its_limit(tmp_path):
     mark = f"mark-{tmp_path}"
     assert logged([sys.executable, "-c", FAMILY, mark], tmp_path / "log", limit_s=0.5) is None
-    assert processes_with(mark) == []
+    assert not processes_with(mark)
 
 
 def test_what_a_command_leaves_running_ends_with_it(tmp_path):
@@ -46,7 +46,7 @@ def test_what_a_command_leaves_running_ends_with_it(tmp_path):
     code = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)", mark]
     assert logged([sys.executable, "-c", code, *sleeper], tmp_path / "log") == 0
-    assert processes_with(mark) == []
+    assert not processes_with(mark)
 
 
 # Ends a process that is not its own on SIGTERM, as srun ends tasks of other machines.
