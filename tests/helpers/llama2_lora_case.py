@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from llama2_lora.kernels.torch_operators import TorchOperators
 from llama2_lora.layers.handwritten import HandwrittenStack
 from llama2_lora.weights.adapters import Adapters
 from llama2_lora.weights.frozen import FrozenWeights
+from tests.helpers.contracts import made
 from tests.helpers.followed import difference, follow
 
 CPU = torch.device("cpu")
@@ -144,6 +146,24 @@ def follow_eager(state, count):
 
 def assert_equal(ours, eager, state):
     assert difference(ours, eager, state) == ""
+
+
+def losses_of_graphs(state, count):
+    """Losses of eager steps on layers that keep in three ways, which every graphed variant repeats bit for bit."""
+    assert len(set(state.plan.layers)) == 3
+    eager = follow_eager(state, count)
+    for name in GRAPHED:
+        variant = made("llama2_lora", name, state)
+        before = variant.capture.num_replays
+        assert_equal(follow(state, variant.step, count), eager, state)
+        assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(count)))
+        variant.close()
+    return eager[0]
+
+
+def own_rank():
+    """(rank, number of ranks) of this process."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 # --- checkpoints

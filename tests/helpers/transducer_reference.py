@@ -65,3 +65,11 @@ def outside(logits, frame_lengths, token_lengths):
     t = torch.arange(logits.shape[1], device=logits.device)[:, None]
     u = torch.arange(logits.shape[2], device=logits.device)
     return (t >= frame_lengths.view(-1, 1, 1)) | (u > token_lengths.view(-1, 1, 1))
+
+
+def loss_and_grad(function, arguments, weights):
+    """Losses [B] of a function of (logits, ...), and the gradient of their weighted sum by the logits."""
+    logits = arguments[0].detach().clone().requires_grad_()
+    losses = function(logits, *arguments[1:])
+    (grad,) = torch.autograd.grad((losses * weights).sum(), logits)
+    return losses.detach(), grad

@@ -1,6 +1,5 @@
 """llama2_lora --cp: two ranks that share each window against one process, graphed against eager, and their parts."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -16,15 +15,13 @@ from llama2_lora.layers.context import own_part
 from llama2_lora.plan import fixed_bytes
 from llama2_lora.state import State, require_kind
 from tests.helpers import gloo_ranks
-from tests.helpers.contracts import made
 from tests.helpers.llama2_lora_case import (
     CPU,
-    GRAPHED,
     TINY,
-    assert_equal,
-    follow,
     follow_eager,
     inputs_of,
+    losses_of_graphs,
+    own_rank,
     shorten_corpus,
 )
 
@@ -40,10 +37,6 @@ def exact_losses(monkeypatch, config, rank=0, world_size=1):
     state = State(config, CPU, "handwritten", rank, world_size)
     losses, norms, _ = follow_eager(state, STEPS)
     return losses, norms
-
-
-def own_rank():
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def trained(config):
@@ -88,15 +81,7 @@ def graphed():
     """With dropout; handwritten layers in FP8, which keep nothing, something and everything."""
     config = replace(TINY, cp=2)
     state = State(replace(config, keep="1 qkv residual, 1 all"), CPU, "handwritten", *own_rank())
-    assert len(set(state.plan.layers)) == 3
-    eager = follow_eager(state, STEPS)
-    for name in GRAPHED:
-        variant = made("llama2_lora", name, state)
-        before = variant.capture.num_replays
-        assert_equal(follow(state, variant.step, STEPS), eager, state)
-        assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(STEPS)))
-        variant.close()
-    return eager[0]
+    return losses_of_graphs(state, STEPS)
 
 
 @pytest.mark.slow

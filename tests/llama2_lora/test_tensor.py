@@ -21,14 +21,12 @@ from llama2_lora.state import State, require_kind
 from llama2_lora.weights import frozen as shards
 from llama2_lora.weights.frozen import RandomWeights
 from tests.helpers import gloo_ranks
-from tests.helpers.contracts import made
 from tests.helpers.llama2_lora_case import (
     CPU,
-    GRAPHED,
     TINY,
-    assert_equal,
-    follow,
     follow_eager,
+    losses_of_graphs,
+    own_rank,
     shorten_corpus,
     write_checkpoint,
 )
@@ -44,10 +42,6 @@ PRECISIONS = {
     "bf16": ("bf16", torch.bfloat16, 5e-4, 5e-3),
     "fp8": ("fp8", torch.bfloat16, 5e-4, 5e-3),
 }
-
-
-def own_rank():
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make_state(config, main=torch.bfloat16):
@@ -126,19 +120,8 @@ def test_tensor_context_and_data_ranks_train_together():
 
 def graphed():
     """By split, FP8 with dropout: layers that keep nothing, something and everything."""
-    losses = []
-    for split in {2: ({"tp": 2},), 4: ({"tp": 2, "cp": 2}, {"tp": 2})}[own_rank()[1]]:
-        state = make_state(replace(TINY, keep="1 qkv residual, 1 all", **split))
-        assert len(set(state.plan.layers)) == 3
-        eager = follow_eager(state, 3)
-        for name in GRAPHED:
-            variant = made("llama2_lora", name, state)
-            before = variant.capture.num_replays
-            assert_equal(follow(state, variant.step, 3), eager, state)
-            assert variant.capture.num_replays - before == sum(map(variant.replays_of, range(3)))
-            variant.close()
-        losses.append(eager[0])
-    return losses
+    splits = {2: ({"tp": 2},), 4: ({"tp": 2, "cp": 2}, {"tp": 2})}[own_rank()[1]]
+    return [losses_of_graphs(make_state(replace(TINY, keep="1 qkv residual, 1 all", **split)), 3) for split in splits]
 
 
 @pytest.mark.slow

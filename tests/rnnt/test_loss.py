@@ -5,17 +5,10 @@ import torch
 
 from graph_worth.capture.pool import Pool
 from rnnt.loss import joint_hidden, transducer_loss
-from tests.helpers.transducer_reference import batch, enumerated, outside, reference
+from tests.helpers.transducer_reference import batch, enumerated, loss_and_grad, outside, reference
 
 WEIGHTS = torch.tensor([1.0, -2.0, 0.5, 3.0])
 RAGGED = ([7, 3, 1, 5], [5, 0, 2, 3])
-
-
-def loss_and_grad(arguments, weights):
-    logits = arguments[0].detach().clone().requires_grad_()
-    losses = transducer_loss(logits, *arguments[1:])
-    (grad,) = torch.autograd.grad((losses * weights).sum(), logits)
-    return losses.detach(), grad
 
 
 @pytest.mark.parametrize(("frames", "labels"), [(1, 0), (1, 3), (2, 1), (4, 0), (4, 3)])
@@ -27,7 +20,7 @@ def test_all_alignments(frames, labels):
 
 def test_gradient_of_ragged_utterances():
     arguments = batch(*RAGGED, vocab=11)
-    losses, grad = loss_and_grad(arguments, WEIGHTS)
+    losses, grad = loss_and_grad(transducer_loss, arguments, WEIGHTS)
     expected_losses, expected_grad = reference(*arguments, WEIGHTS)
     assert losses.dtype == torch.float32
     torch.testing.assert_close(losses, expected_losses.float())
@@ -38,7 +31,7 @@ def test_steep_and_long():
     # Most alignments are impossible here, and log-probabilities reach -1000.
     arguments = batch([30, 22], [20, 22], vocab=9, spread=16.0)
     weights = torch.ones(2)
-    losses, grad = loss_and_grad(arguments, weights)
+    losses, grad = loss_and_grad(transducer_loss, arguments, weights)
     expected_losses, expected_grad = reference(*arguments, weights)
     torch.testing.assert_close(losses, expected_losses.float())
     torch.testing.assert_close(grad, expected_grad.float(), rtol=1e-3, atol=1e-3)
@@ -47,18 +40,18 @@ def test_steep_and_long():
 @pytest.mark.parametrize("garbage", [1e4, float("nan")])
 def test_what_lies_beyond_the_lengths_does_not_matter(garbage):
     logits, tokens, *lengths, blank = batch(*RAGGED, vocab=11)
-    clean_losses, clean_grad = loss_and_grad((logits, tokens, *lengths, blank), WEIGHTS)
+    clean_losses, clean_grad = loss_and_grad(transducer_loss, (logits, tokens, *lengths, blank), WEIGHTS)
     beyond = outside(logits, *lengths)
     dirty = logits.masked_fill(beyond[..., None], garbage)
     dirty_tokens = tokens.masked_fill(torch.arange(tokens.shape[1]) >= lengths[1][:, None], 10**9)
-    losses, grad = loss_and_grad((dirty, dirty_tokens, *lengths, blank), WEIGHTS)
+    losses, grad = loss_and_grad(transducer_loss, (dirty, dirty_tokens, *lengths, blank), WEIGHTS)
     assert torch.equal(losses, clean_losses) and torch.equal(grad, clean_grad)
     assert beyond.any() and grad[beyond].count_nonzero() == 0 and grad[~beyond].count_nonzero() > 0
 
 
 def test_16_bit_logits(dtype=torch.float16):
     arguments = batch(*RAGGED, vocab=11, dtype=dtype)
-    losses, grad = loss_and_grad(arguments, WEIGHTS)
+    losses, grad = loss_and_grad(transducer_loss, arguments, WEIGHTS)
     expected_losses, expected_grad = reference(*arguments, WEIGHTS)
     assert losses.dtype == torch.float32 and grad.dtype == dtype
     # In FP32 inside: only the gradient is rounded, once.
@@ -69,7 +62,7 @@ def test_16_bit_logits(dtype=torch.float16):
 def test_an_utterance_without_frames_has_no_loss():
     logits, tokens, frame_lengths, *rest = batch([4, 4], [2, 2], vocab=5)
     frame_lengths[1] = 0
-    losses, grad = loss_and_grad((logits, tokens, frame_lengths, *rest), torch.ones(2))
+    losses, grad = loss_and_grad(transducer_loss, (logits, tokens, frame_lengths, *rest), torch.ones(2))
     assert losses[0] > 0 and losses[1] == 0
     assert grad[0].count_nonzero() > 0 and grad[1].count_nonzero() == 0
 
@@ -100,7 +93,7 @@ def test_replays_of_a_captured_loss_equal_eager():
             for static, value in zip((leaf, *rest[:3]), fresh, strict=False):
                 static.copy_(value)
         graph.replay()
-        expected_losses, expected_grad = loss_and_grad(fresh, WEIGHTS)
+        expected_losses, expected_grad = loss_and_grad(transducer_loss, fresh, WEIGHTS)
         assert torch.equal(losses, expected_losses) and torch.equal(grad, expected_grad)
         seen.append(losses.clone())
     assert not torch.equal(*seen) and len(arguments) == 5
@@ -121,7 +114,7 @@ def test_torchaudio(device):
     expected = rnnt_loss(theirs, tokens.int(), *lengths, blank=blank, reduction="none")
     weights = WEIGHTS.to(device)
     (expected_grad,) = torch.autograd.grad((expected * weights).sum(), theirs)
-    losses, grad = loss_and_grad((logits, tokens, *lengths, blank), weights)
+    losses, grad = loss_and_grad(transducer_loss, (logits, tokens, *lengths, blank), weights)
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=2e-5)
 
