@@ -17,7 +17,11 @@ The 69 billion base weights are frozen, so a layer's backward only has to comput
 gradient of its input. For that it reads the layer's input, which is kept, and four more tensors of the forward, which
 are kept or computed again. Autograd would keep many more, too many for one GPU. So we wrote a layer's forward and
 backward by hand, two functions that call kernels on buffers allocated once, all but attention's output: the
-`handwritten` layers (layers/handwritten.py). All 80 fit on one GPU of 80 GB.
+`handwritten` layers (layers/handwritten.py). All 80 fit on one GPU of 80 GB. With modules under autograd see gpt3 for
+graphs of each layer, and examples/minimal for one graph of the step.
+
+Which to choose: in one run (docs/nvidia_rules.md) a step took 276.77 ms by graph_layer and 277.09 ms by graph_step. On
+one GPU take graph_step: it is one graph, so there is no order of replays to keep.
 
 Captured:
     graph_layer   each layer's forward, from hidden to hidden, and each layer's backward, from grad to grad, all of them
@@ -32,24 +36,35 @@ Not captured, and why:
                                choice: an all-reduce can be captured, see stable_diffusion
     storing the loss           each step stores it at another address; a graph always writes to the same addresses
 
-In plain torch, graph_layer is:
+In plain torch, graph_step is:
 
     torch.cuda.set_stream(torch.cuda.Stream())          # before all else: captures cannot use the default stream
     for index in range(3): eager_step(state, index)     # warm-up: libraries allocate and choose kernels
-    stack, layers, forward, backward = state.stack, range(state.config.layers), [], []
-    hidden, grad = (stack.x[0], None), (stack.work["grad"], stack.work["grad_operand"])         # buffers, see section 1
+    graph = torch.cuda.CUDAGraph()                      # thread_local: NCCL's threads may call CUDA meanwhile
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        training_step(state)                            # kernels are recorded, not run. Python runs, once
+    state.reset()                                       # undoes the warm-up in place, since graphs hold addresses
+    for index in range(num_steps): state.load_window(index), graph.replay(), state.keep_loss(index)
+
+and graph_layer, whose graphs share a pool:
+
+    torch.cuda.set_stream(torch.cuda.Stream())
+    for index in range(3): eager_step(state, index)
+    stack, layers = state.stack, range(state.config.layers)
+    hidden = stack.x[0], None                           # the first layer's input, a buffer, in two summands
+    grad = stack.work["grad"], stack.work["grad_operand"]               # the last output's gradient, also quantised
+    forward, backward = [], []
     shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
-    shared["capture_error_mode"] = "thread_local"       # other threads, as NCCL's, may call CUDA meanwhile
+    shared["capture_error_mode"] = "thread_local"
     for layer in layers:
         forward.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(forward[-1], **shared):
-            hidden = stack.forward(layer, *hidden)      # kernels are recorded, not run. Python runs, once: it keeps
-                                                        # attention's output, so no later capture takes its memory
+            hidden = stack.forward(layer, *hidden)      # keeps attention's output: no later capture takes its memory
     for layer in reversed(layers):
         backward.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(backward[-1], **shared):
             grad = stack.backward(layer, *grad)         # drops that output: later captures may take its memory
-    state.reset()                                       # undoes the warm-up in place, since graphs hold addresses
+    state.reset()
     for index in range(num_steps):
         state.load_window(index), stack.embed()         # write what the first forward graph reads
         for graph in forward: graph.replay()            # the same kernels on the same memory
@@ -58,9 +73,8 @@ In plain torch, graph_layer is:
         update(state), state.keep_loss(index)           # read what the graphs wrote
 
 Copied in      the window, with the tokens' weights: `load_window` copies it from host memory into the static inputs,
-               buffers that never move. A graph reads base weights, adapters, FP8 scales, optimizer state and layers'
-               buffers where they lie. In graph_layer the eager `embed` and `compute_loss` write straight into the
-               buffers that graphs read next.
+               buffers that never move. All else a graph reads where it lies: weights, adapters, FP8 scales, optimizer
+               state and layers' buffers, which in graph_layer the eager `embed` and `compute_loss` fill, too.
 Read in time   `keep_loss` copies loss and gradient norm before the next step overwrites them. Where `update` is eager,
                it reads the adapters' gradients and the largest magnitudes for FP8 before the next replays overwrite
                them. Copies, replays and `update` use one stream, so the GPU keeps their order.
@@ -70,14 +84,11 @@ Drawn anew     `embed` counts the steps on the GPU. A dropout mask is a hash of 
                Modules (--layer te, torch) draw from torch's generator, whose offset each replay moves on.
 Freed          at the end of a run `session` calls reset() of each graph and drops it. That gives back their pool, which
                holds attention's outputs and temporary tensors; with modules also what autograd saved.
-Graphs of Transformer Engine's layers, torch.compile, and graphs without a pool are in other_variants.py.
+Graphs of Transformer Engine's layers, torch.compile, and graphs without a pool are in other_variants.py. Several GPUs
+train on windows of their own, or with --cp 2 on parts of each window, or with --tp 2 on parts of each layer.
 
     python -m llama2_lora.train --preset tiny --variant graph_layer
     python -m llama2_lora.train --preset bench --variant graph_layer --steps 20
-
-On several GPUs each trains on windows of its own (data parallel), or with --cp 2 on a part of each window, or with
---tp 2 on its part of each layer (layers/tensor.py):
-
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer
 """
 
@@ -285,7 +296,6 @@ class GraphedStep:
     def __init__(self, state: State, capture: Capture):
         self.state, pool = state, capture.pool()
         capture.warm_up(eager_step)
-        # On several ranks by choice without the update: its reduction could be captured, too.
         captured = training_step if state.world_size == 1 else forward_and_backward
         with capture.capturing():
             self.graph, _ = pool.capture(partial(captured, state), tuple(state.stack.inputs.values()))
