@@ -28,10 +28,22 @@ Captured, a forward and a backward graph for each layer and microbatch (section 
     graph_attn_router                attention and route: hidden -> x, y, routed
     graph_attn_router_preprocess     attention, route and preprocess: hidden -> x, y, routed, plan
     graph_layer                      all four parts: hidden -> hidden
-or one graph, whose inputs and results are buffers of `State`:
+or one graph, whose inputs and results are buffers of `State` (read section 4 first, then 3):
     graph_step                       all microbatches with embedding and loss, clipping and Adam (section 4)
     graph_static                     all microbatches, also with --ep: ranks exchange padded buffers (static_buffers.py,
                                      which FACTS in config.py lists, so that the command line knows it)
+In plain torch, graph_step is:
+
+    torch.cuda.set_stream(torch.cuda.Stream())        # before all else: captures cannot use the default stream
+    for index in range(3): eager_step(state, index)   # warm-up: libraries allocate and choose kernels
+    graph = torch.cuda.CUDAGraph()                    # thread_local: other threads, as NCCL's, may call CUDA meanwhile
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        training_step(state)                          # recorded, not run
+    state.reset()                                     # undoes the warm-up in place, since graphs hold addresses
+    for index in range(num_steps):
+        state.begin_step(index)                       # copies the batch to state.inputs
+        graph.replay()                                # overwrites losses, main_grad and gradient norm, trains weights
+        state.end_step(index)                         # keeps loss and gradient norm
 
 Not captured, and why:
     the batch           it comes from the host, each time from another address
@@ -40,13 +52,23 @@ Not captured, and why:
     embedding, loss     in graphs of layers, with all_reduce: a few large kernels, so there is little to gain
     rest of a layer     by choice: growing parts show what each part gains. With --ep `mix` has to be eager
 
+Copied in      the batch, to state.inputs. With graphs of layers also each layer's hidden (in graph_layer only layer
+               0's: the layer before writes the others) and the gradients of its outputs.
+Read in time   end_step keeps losses and gradient norm before the next step overwrites them.
+Reused         in graphs of layers, by later captures: a layer's activations, outputs and grad_hidden. A tensor owns
+               its memory, so no capture gets it while the tensor lives. `pool.borrow` returns a tensor at the same
+               address that owns nothing. That is safe: replays have the order of captures, and in a step the eager
+               rest of the layer (in graph_layer the next layer or the loss) and the backward read outputs and
+               grad_hidden before the next replay that writes there.
+Freed          at the end of a run `session` calls reset() of every graph, which gives their pool back.
+
 Which to choose: divide an eager step's time by the time in which it keeps the GPU busy (`make bench`: "at most").
     near 1              The GPU is the limit: leave it eager. At bench it is 1.01, and our graphs gain 1.00 to 1.01x.
     more, one rank      The host is the limit: take graph_step. At bench, an H100's host launches a step of eager in
                         17.5 ms, of graph_attn_router_preprocess in 7.5, of graph_layer in 3.6, of graph_step in 0.4.
     more, with --ep     Take graph_attn_router_preprocess, the largest that ends before `mix`. graph_static lost time.
-Numbers are from results/overview.csv. We quote no gain where the host is the limit: in all such runs of ours
-CUBLAS_WORKSPACE_CONFIG slowed eager (docs/method.md). It also lengthens these launches, but not graph_step's.
+Numbers: results/overview.csv. We quote no gain where the host is the limit: in all such runs CUBLAS_WORKSPACE_CONFIG
+slowed eager (docs/method.md). It lengthens these launches, too, but not graph_step's.
 
     python -m moe.train --preset tiny --variant graph_step
     python -m moe.train --preset bench --variant graph_step       # 8 layers of Qwen3-30B-A3B; gpt_oss: GPT-OSS-20B
@@ -235,9 +257,7 @@ class GraphedLayers:
 
     def __init__(self, state: State, capture: Capture, captured, rest=None):
         self.state, pool = state, capture.pool()  # memory that the graphs share
-        # Three eager steps: libraries allocate and choose kernels at first use, which must not be in a capture.
-        # `session` undoes them by state.reset before step 0. All of a run is on one side stream, eager steps too.
-        capture.warm_up(eager_step)
+        capture.warm_up(eager_step)  # three steps; `session` calls state.reset before step 0, and set the stream
         self.graphed: list[list[GraphedLayer]] = [[] for _ in range(state.config.microbatches)]
         grads: list[torch.Tensor] = []  # one set serves all: a backward graph reads it right after it is filled
         with capture.capturing():  # only counts the seconds and the memory of this block: pool.capture captures
@@ -268,24 +288,30 @@ class GraphedLayer:
     before: the layer whose output is this one's hidden, read where it lies (chained). None: a step copies to hidden.
     In plain torch, for attention of layer 0 and steps of one microbatch (`Attention` does what `Replayed` does):
 
-        torch.cuda.set_stream(torch.cuda.Stream())       # before all else: captures cannot use the default stream
-        for index in range(3): eager_step(state, index)  # warm-up
+        torch.cuda.set_stream(torch.cuda.Stream())
+        for index in range(3): eager_step(state, index)
         layer, inputs = state.layers[0], state.inputs_of(0)
         h, grad = torch.zeros_like(state.embed(0)).requires_grad_(), torch.zeros_like(state.embed(0))  # static buffers
         forward_graph, backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         shared = {"pool": torch.cuda.graph_pool_handle(), "stream": torch.cuda.current_stream()}
-        shared["capture_error_mode"] = "thread_local"    # other threads, as NCCL's, may call CUDA meanwhile
+        shared["capture_error_mode"] = "thread_local"
         with torch.cuda.graph(forward_graph, **shared):
             x = layer.attention(h, inputs)               # recorded, not run
         with torch.cuda.graph(backward_graph, **shared):
             x.backward(grad)                             # recorded, too: fills h.grad and main_grad
         class Attention(torch.autograd.Function):
             @staticmethod
-            def forward(ctx, hidden): h.copy_(hidden); forward_graph.replay(); return x.detach()
+            def forward(ctx, hidden):
+                h.copy_(hidden)
+                forward_graph.replay()
+                return x.detach()
             @staticmethod
-            def backward(ctx, grad_x): grad.copy_(grad_x); backward_graph.replay(); return h.grad
+            def backward(ctx, grad_x):
+                grad.copy_(grad_x)
+                backward_graph.replay()
+                return h.grad
         layer.attention = lambda hidden, inputs: Attention.apply(hidden)
-        state.reset()                                    # undoes the warm-up in place, since graphs hold addresses
+        state.reset()
         for index in range(num_steps): eager_step(state, index)
     """
 
@@ -311,13 +337,8 @@ class GraphedLayer:
         self.backward, grad_hidden = pool.capture(
             lambda: input_gradient(self.hidden, self.outputs[: len(grads)], grads), tuple(grads)
         )
-        # A tensor owns its memory: no capture gets it while the tensor lives. `borrow` returns a tensor at the same
-        # address that owns nothing, so later captures may use the memory of outputs and grad_hidden, as they do that of
-        # activations. That is safe: replays have the order of captures, and in a step every reader comes before the
-        # next replay that writes there. The eager rest of the layer and its backward read outputs (graph_layer: the
-        # next layer or the loss); the eager backward (graph_layer: the copy to `grads`) reads grad_hidden. self.hidden
-        # keeps its memory, which the backward graph reads. In graph_layer that is the output of the layer before, so
-        # only the last layer's output is given away.
+        # Later captures may use this memory, see "Reused" at the top. self.hidden keeps its own, which the backward
+        # graph reads. In graph_layer that is the output of the layer before, so only the last layer's is given away.
         self.grad_hidden = None if grad_hidden is None else pool.borrow(grad_hidden)
         self.outputs = [pool.borrow(output.detach()) for output in self.outputs]
 
@@ -338,11 +359,7 @@ def input_gradient(hidden, outputs, grads):
 
 
 class Replayed(torch.autograd.Function):
-    """A layer's first parts as an operator of autograd, hidden -> outputs: forward and backward replay their graphs.
-
-    Both first copy what they get to the buffers that their graph reads. In graph_layer hidden is copied for layer 0
-    alone: the layer before writes the hidden of all others.
-    """
+    """A layer's first parts as an operator of autograd, hidden -> outputs: forward and backward replay their graphs."""
 
     @staticmethod
     def forward(ctx, hidden, graphed):
@@ -376,10 +393,7 @@ class Replayed(torch.autograd.Function):
     headline=True,
 )
 class GraphedStep:
-    """A replay reads state.inputs, and writes main_grad, the losses and the weights; all lie outside of the pool.
-
-    Learning rate and count of steps, which Adam reads and writes, are tensors on the device.
-    """
+    """A replay reads state.inputs, and writes main_grad, the losses and the weights; all lie outside of the pool."""
 
     def __init__(self, state: State, capture: Capture):
         # Refuses --ep above 1 by the rule for scope "layer": the step holds the same exchange of rows in its layers.

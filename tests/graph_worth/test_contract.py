@@ -172,10 +172,11 @@ def test_a_graph_that_was_promised_and_not_made_fails(train):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("script, form, make", [
     (minimal, minimal, partial(minimal.State, minimal.Config())),
+    (moe, moe, partial(moe.State, moe.PRESETS["tiny"])),
     (moe, moe.GraphedLayer, partial(moe.State, replace(moe.PRESETS["tiny"], microbatches=1))),
     (llama31, llama31, partial(llama31.State, replace(llama31.PRESETS["tiny"], layer="torch"))),
     (llama2_lora, llama2_lora, partial(llama2_lora.State, llama2_lora.PRESETS["tiny"], kind="handwritten")),
-], ids=["minimal", "moe", "llama31", "llama2_lora"])  # fmt: skip
+], ids=["minimal", "moe", "moe_layer", "llama31", "llama2_lora"])  # fmt: skip
 def test_a_plain_torch_form_trains_as_eager(script, form, make, device, monkeypatch):
     """The lines of a docstring as they stand; on a CPU host graphs stand in."""
     if device == "cpu" and script is minimal:
