@@ -16,6 +16,11 @@ main_grad is a buffer that every parameter has in the place of .grad. Its dtype 
 in place, and it lies in a bucket: a flat buffer that holds many main_grads, so few collectives average them all. If you
 keep plain .grad, allocate it before the capture and zero it in place: zero_grad(set_to_none=False).
 
+Read this for the technique: at bench the GPU is the limit. In an eager step of 478.8 ms an H100 is busy for 472.8 ms
+(llama31/README.md), so no graph of its kernels gains more than 1.013x. On our hosts graph_step gained 1.00 to 1.01x.
+Which to choose: graph_step if each step has equally many microbatches, graph_microbatch if their number changes, and
+graph_fwd_bwd if the host reads the gradient norm.
+
 Captured by `graph_fwd_bwd`, as NVIDIA submits 405B (MLPerf v5.1): the loop over microbatches and the average after it,
 with all communication, in ONE graph. FP8 scales are computed inside the layers, so it holds them, too. In plain torch:
 
@@ -34,16 +39,13 @@ with all communication, in ONE graph. FP8 scales are computed inside the layers,
 Not captured, and why:
     the batch's copy    each batch lies at another host address; a graph always reads the same addresses
     zero(main_grad)     one call over all buckets, so there is little to gain
-    clip, Adam          by choice: eager code may read the gradient norm on the host (--clip host). `graph_step`
-                        captures both, with the learning rate on the GPU: a graph would repeat a Python number. In
-                        plain torch: Adam(capturable=True), lr a tensor, its state made by the warm-up
+    clip, Adam          eager code may read the norm (--clip host). `graph_step` captures both, with the learning rate
+                        on the GPU. In plain torch: Adam(capturable=True), lr a tensor, its state made by the warm-up
     storing the loss    each step stores it at another address; a graph always writes to the same ones
 The validation does not run in each step, so it is not in this graph. It has a graph of its own (validation.py).
 
-Copied in      tokens and targets of all microbatches, to state.inputs, by begin_step, on the step's stream. NVIDIA's
-               StaticBufferLoader copies on a second one, which the step waits for, so that nothing overlaps.
-               begin_step also fills state.share, a microbatch's share of the loss: 1 / number of microbatches. The
-               validation's batch is copied to state.inputs in the same way.
+Copied in      tokens and targets of all microbatches, to state.inputs, by begin_step, on the step's stream; so is the
+               validation's batch. begin_step also fills state.share, what a microbatch's loss counts for (section 1).
 Read in time   end_step reads state.microbatch_losses before the next replay overwrites them, and the gradient norm
                before the next update does. Clip and Adam read main_grad before the next step zeroes it. The validation
                has losses of its own.
@@ -67,8 +69,7 @@ from graph_worth import Training, parse, variant
 from llama31.config import FACTS, PRESETS, Config, flops_per_step, require_runnable, tokens_per_step
 
 if __name__ == "__main__":
-    # Before torch is imported: --help and mistakes are answered at once.
-    args = parse("llama31", Config, PRESETS, require=require_runnable, **FACTS)
+    args = parse("llama31", Config, PRESETS, require=require_runnable, **FACTS)  # --help comes before torch's import
 
 from functools import partial
 
@@ -232,8 +233,7 @@ def graphed_step(state: State, capture: Capture):
 def graphed_microbatches(state: State, capture: Capture):
     """A graph per microbatch, up to --microbatches. A step of fewer (--ramp) replays only the first graphs.
 
-    The number of graphs that a step replays may change, so the average after them is in none of them. It is a few
-    launches, and stays eager. Replays read state.share on the GPU.
+    The number of replays may change, so the average after them stays eager. It is a few launches.
     """
     captured = [partial(train_microbatch, state, microbatch) for microbatch in range(state.config.microbatches)]
     return GraphedTraining(state, capture, captured, rest=[State.reduce_gradients, State.update])
@@ -245,16 +245,13 @@ class GraphedTraining:
     def __init__(self, state: State, capture: Capture, captured, rest):
         self.state, self.rest, self.count, self.capture = state, rest, state.num_microbatches(0), capture
         self.pool = capture.pool()  # memory that the graphs share; without a GPU the graphs are host graphs
-        # Three eager steps on the state: libraries allocate and communicators connect at first use, not in a capture.
-        # `session` undoes them by state.reset before step 0, in place, since graphs hold addresses. All this is on one
-        # side stream (graph_worth/measuring/torch_settings.py), eager steps too.
-        capture.warm_up(eager_step)
+        capture.warm_up(eager_step)  # three steps; communicators connect. `session` calls state.reset before step 0
         with capture.timed("warmup_s"):
             # Warm-up for the validation's pass without gradients. The first capture empties the allocator's cache,
             # since graphs cannot use that memory. An eager pass after the first capture would fill the cache again.
             pipeline.forward_only(state)
         barrier()  # a rank that captures sends nothing, so no other may still wait for it
-        with capture.capturing():  # counts the seconds and the memory of this block, no more
+        with capture.capturing():  # counts the seconds and the memory of this block
             self.capture_training(captured)
             self.validation = GraphedValidation(state, self.pool)
         barrier()  # no rank starts a step, with its communication, while another still captures
@@ -314,10 +311,7 @@ def barrier():
     when=lambda c: c.layer != "megatron",
 )
 class GraphedOptimizer:
-    """A replay reads main_grad, and writes weights, masters, moments, the gradient norm and the count of steps.
-
-    The pass is eager: its number of microbatches may change, and the host may read its losses.
-    """
+    """A replay reads main_grad, and writes weights, masters, moments, gradient norm and count of steps."""
 
     def __init__(self, state: State, capture: Capture):
         self.state, pool = state, capture.pool()
