@@ -63,7 +63,7 @@ def test_a_script_outside_of_the_repository_trains_by_its_own_loop(train):
         (
             GRAPH,
             GRAPH.replace("graph_step", "eager"),
-            "variant 'eager' is declared at mine/train.py:77",
+            "variant 'eager' is declared at mine/train.py:84",
         ),
         (GRAPH, GRAPH.replace('kind="graph"', 'kind="fast"'), "kind 'fast' is not one of eager, graph, compile"),
         (GRAPH, GRAPH + 'reference="none", ', "reference 'none' of graph_step is no variant"),
@@ -185,8 +185,7 @@ def test_a_plain_torch_form_trains_as_eager(script, form, make, device, monkeypa
     plain, losses = [part for part in form.__doc__.split("\n\n") if "torch.cuda.set_stream" in part], []
     assert len(plain) == (2 if form is llama2_lora else 1)
     names = vars(script) | {"pool": Pool(torch.device(device)), "num_steps": 8}
-    for code in ("    for index in range(num_steps): eager_step(state, index)", *plain):
-        code = textwrap.dedent(code)
+    for code in map(textwrap.dedent, ("for index in range(num_steps): eager_step(state, index)", *plain)):
         if device == "cpu":
             recorded = r"\1def recorded():\n\1    global x, hidden, grad\n\3\n\1\2, _ = pool.capture(recorded)\n"
             code = code.replace("torch.cuda.CUDAGraph()", "None")
