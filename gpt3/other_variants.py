@@ -1,14 +1,12 @@
 """GPT-3's layers otherwise: Transformer Engine's own graphs, torch.compile, parameterized launches.
 
-Captured and left eager: the same as in gpt3/train.py.
+They capture what gpt3/train.py captures. te.make_graphed_callables (version 2.20.2,
+transformer_engine/pytorch/graph.py) takes the layers, sample inputs and `_order`, the forward (1) and backward (-1)
+passes of a step. It captures in that order, a graph for each pass of each layer, all in one pool. A pair of graphs with
+its static buffers is a slot; slots come in the order of microbatches and within one in that of layers. The returned
+callables are called like layers, and a call
 
-te.make_graphed_callables (read in version 2.20.2, transformer_engine/pytorch/graph.py) takes the layers, sample inputs
-and `_order`, the forward (1) and backward (-1) passes of a step. It warms up and captures in that order, a graph for
-each pass of each layer, all in one pool. A pair of graphs with its static buffers is a slot; its sample inputs, and
-what is returned, come in the order of microbatches and within one in that of layers. The returned callables are called
-like layers, and a call
-
-- copies its input into the slot, its output's gradient too: buffers are not chained from layer to layer;
+- copies its input and its output's gradient into the slot: buffers are not chained from layer to layer;
 - casts the weights to FP8 in every slot, by kernels that a flag on the device turns into no-ops. The first layer called
   in a microbatch sets it from is_first_microbatch. In the capture the modules know no first microbatch;
 - for the same reason always adds to main_grad, which therefore is zeroed in every step (`accumulate_all`). TE could
@@ -16,12 +14,10 @@ like layers, and a call
 - updates the FP8 scales outside of the graphs, as eager layers do: the forward ones where `fp8.forward()` ends, the
   backward ones after the graph of the first layer's backward.
 
-The hooks of gpt3/model.py run in the captures: what biases and norms get is added to main_grad there, and no gradient
-of theirs is returned. There is no dropout, hence no random state to register.
-
-With `_order` it returns functions and leaves the layers' own `forward` as it is, so that eager steps run no graphs. The
-flag on the device remains: there is one in a process, and any later capture of a layer would read it. So each of these
-variants has a flag of its own, which is Transformer Engine's between `enter` and `leave` alone.
+The hooks of gpt3/model.py run in the captures, so gradients of biases and norms are added to main_grad there. With
+`_order` it returns functions and leaves the layers' `forward` as it is, so eager steps run no graphs. But a process has
+one flag on the device, and any later capture of a layer would read it. So each of these variants has a flag of its own,
+which is Transformer Engine's between `enter` and `leave` alone.
 """
 
 import torch

@@ -11,12 +11,11 @@ The training loop without graphs. The loop is at the end of this file, its body 
             loss(hidden, targets[microbatch]).backward()      # adds to main_grads, or overwrites them
         all_reduce(main_grads), clip(main_grads), adam(parameters, main_grads)
 
-Captured by `graph_layer`: every `layer(hidden)` and its backward, 2 x layers x microbatches graphs. They share memory,
-a pool, and are replayed in the order of this loop. The layers are nearly all of the work. NVIDIA captured the same
-(MLPerf v4.1, 11,616 GPUs). Why so many? NVIDIA's mechanism is made for a pipeline. There a graph stands in the place of
-each module that other code calls, and several microbatches are between their forward and their backward at a time, so
-each microbatch has its graphs. Here, without a pipeline, fewer would do: a pair over all layers for microbatch 0, which
-casts the weights to FP8 and overwrites main_grads, and a pair for the others, replayed again and again.
+Captured by `graph_layer`: every `layer(hidden)` and its backward; at bench 8 layers x 4 microbatches x 2 = 64 graphs.
+They share memory, a pool, and are replayed in the order of this loop. The layers are nearly all of the work. NVIDIA
+captured the same (MLPerf v4.1, 11,616 GPUs), for a pipeline: there several microbatches are between their forward and
+their backward at a time, so each has its graphs. So many cost little: in one run of Llama 2 the 160 graphs of layers
+were as fast as one graph of the step (docs/nvidia_rules.md, "Too many small graphs").
 
 In plain torch, the capture of one layer, and a microbatch of a step with it as the only layer:
 
@@ -40,6 +39,9 @@ In plain torch, the capture of one layer, and a microbatch of a step with it as 
     grad_y.copy_(hidden.grad)
     backward.replay()                                         # x.grad now holds the gradient of embedded
     embedded.backward(x.grad)                                 # ... and goes on here
+
+For more layers: `h = y.detach().requires_grad_()` is the next layer's x. Capture all forwards, then the backwards from
+the last layer to the first, each with the next layer's x.grad as its grad_y. Replay in this order.
 
 Not captured, and why:
     the batch's copy              each batch lies at another host address; a graph always reads the same addresses
@@ -65,7 +67,6 @@ For a pipeline, stage.py and stage_graphs.py in gpt3/pipeline declare another `e
 by the config. Graphs of Transformer Engine and torch.compile are in other_variants.py, Megatron-Core's in megatron.py.
 
     python -m gpt3.train --preset tiny --variant graph_layer
-    python -m gpt3.train --preset bench --variant graph_layer --steps 20
     torchrun --standalone --nproc-per-node 2 -m gpt3.train --preset tiny --variant graph_layer         # data parallel
     torchrun --standalone --nproc-per-node 2 -m gpt3.train --preset tiny --variant graph_layer --tp 2  # tensor parallel
     torchrun --standalone --nproc-per-node 2 -m gpt3.train --preset tiny_pp --variant graph_layer      # a pipeline
@@ -158,18 +159,14 @@ class GraphedLayers:
     A capture may use memory that earlier captures have freed: the activations of a microbatch lie where those of the
     one before lay. That is safe because the order of replays is the order of captures. The forwards of a microbatch
     are captured before its backwards, so its activations stay allocated until then. Weights, FP8 copies of them,
-    main_grads and FP8 scales lie outside the pool and never move. The whole process, eager steps too, runs on one side
-    stream (graph_worth/measuring/torch_settings.py), as in the docstring above.
+    main_grads and FP8 scales lie outside the pool and never move.
     """
 
     def __init__(self, state: State, capture: Capture):
         self.state, self.pool = state, capture.pool()  # the pool: memory that the graphs share
-        # Libraries allocate and choose kernels at first use, which must not happen in a capture: three eager steps.
-        # They train; `session` undoes that by state.reset before step 0, in place, since graphs hold addresses.
-        capture.warm_up(eager_step)
-        # Static buffers: layer 0 reads x, the last layer's backward reads grad_y.
+        capture.warm_up(eager_step)  # three steps, which train; `session` undoes that, in place, before step 0
         self.x = torch.zeros_like(state.embedding(state.inputs["tokens"][0])).requires_grad_()
-        self.grad_y = torch.zeros_like(self.x)
+        self.grad_y = torch.zeros_like(self.x)  # static buffers: layer 0 reads x, the last layer's backward grad_y
         self.microbatches = []
         # capturing() counts the block's seconds and memory. fp8.capturing(): layers in FP8, no update of scales.
         with capture.capturing(), state.fp8.capturing():
@@ -235,9 +232,8 @@ def capture_forward(layers, pool: Pool, x, microbatch: int, is_chained: bool = F
 def capture_backward(pool: Pool, saved, grad_y, is_chained: bool = False):
     """Capture the backward of each layer, the last layer first. Buffers are chained as in `capture_forward`.
 
-    saved: from `capture_forward`. When a layer's pool.capture has returned, its activations are free: the backward
-    frees what autograd saved, and the popped input and output were the last references, but for the last output, y.
-    grad_y: gradient of y. Returns the graphs in order of replay, and the gradient of the first layer's input.
+    saved: from `capture_forward`. A captured backward frees what autograd saved, and the popped input and output were
+    the last references, but for y. Returns the graphs in order of replay, and the gradient of the first layer's input.
     """
     graphs, grad, static = [], grad_y, () if is_chained else (grad_y,)
     while saved:
@@ -273,9 +269,8 @@ def input_gradient(x, output, grad):
     when=lambda c: c.is_plain,
 )
 class GraphedLayersOptimizer(GraphedLayers):
-    """Adam's count of steps, the gradient norm and the learning rate are on the GPU, where a replay reads them. The
-    learning rate is constant here; a schedule would fill `state.adam.lr` before the step. The all-reduce of the
-    gradients (with --zero1 a part of adam.step, so captured) and storing the loss stay eager.
+    """Adam's count of steps, gradient norm and learning rate, which is constant here, are on the GPU. A schedule would
+    fill `state.adam.lr` before the step. With --zero1 adam.step also all-reduces, so that is captured.
     """
 
     def __init__(self, state: State, capture: Capture):
