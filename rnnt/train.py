@@ -1,7 +1,6 @@
 """RNN-T, MLPerf's speech recogniser: the whole training step in one CUDA graph, or graphs of its two networks.
 
-The training loop without graphs. The loop is at the end of this file; its body is `eager_step`, or the `step` of a
-variant below:
+The training loop without graphs, as the loop at the end of this file and `eager_step` run it:
 
     for step in range(num_steps):
         features, lengths, tokens, token_lengths = next(batches)  # padded to the batch's longest utterance
@@ -14,14 +13,15 @@ variant below:
         loss_scale.update()                             # on the GPU; from `if` to here: state.lamb.step
         end_step(report)                                # starts a copy to the host, which reads it in a later step
 
-The `if` is no branch: every step launches the same kernels. Each new value is torch.where(found_inf > 0, old, new); a
-number on the GPU, found_inf, is 1 after an overflow. So a step needs no GradScaler.step, which reads it on the host.
+The `if` is no branch: each new value is torch.where(found_inf > 0, old, new). found_inf, on the GPU, is 1 after an
+overflow. GradScaler.step would read it on the host, unless the optimizer is fused (docs/capture_it.md#amp).
 
 A graph repeats kernels with the shapes and addresses of its capture, but batches differ in length. So each batch is
 copied into static buffers, which never move, and padded there to buckets, a few lengths for each network: by --buckets
 auto at most 16 pairs of (frames, tokens), by --buckets N N lengths each, up to 50 as in MLPerf's submission. The loss
 reads no padding, and LSTMs run forwards in time, so padding changes only rounding, dropout's draws, and the last frame
-of an utterance of odd length: the encoder joins frames in pairs (rnnt/model.py).
+of an utterance of odd length: the encoder joins frames in pairs (rnnt/model.py). With the lengths of bench_lengths,
+padding costs 2.5 to 2.9 % and the graphs gain 1.03x, together 1.00x (rnnt/README.md, three archived hosts).
 
 Captured by `graph_step`: `train_on`, which is everything from g to loss_scale.update() with LAMB's communication, and
 filling the report: loss, gradient norm, loss scale and two counts of overflows in one GPU tensor. In plain torch:
@@ -47,8 +47,11 @@ in MLPerf's submission. Joint and loss stay eager there: their shapes depend on 
 make up to 2,500 pairs. LAMB and loss scale could be captured; the submission left them eager. One network's graphs of
 one bucket, in plain torch, and their part of a step:
 
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(forward, pool=pool, stream=stream):
         output = network(static_input)                  # its autograd graph keeps the activations in the pool
+    grad_output = torch.zeros_like(output)
     with torch.cuda.graph(backward, pool=pool, stream=stream):
         gradients = torch.autograd.grad(output, parameters, grad_output)
 
@@ -95,7 +98,6 @@ from rnnt.state import State, nominal_flops
 
 # ------------------------------------------------------------------------------------------------
 # 1. The eager step
-#
 # Shapes decide which dropout numbers are drawn and how sums are rounded, so graphs are compared with eager_padded. It
 # trains on the samples of eager. Skip @variant at first reading: it is for the harness (docs/reading_a_script.md).
 
@@ -200,10 +202,8 @@ class GraphedStep:
         self.state, pool = state, capture.pool()  # memory that the graphs share
         pairs = state.plan.require_few_pairs("graph_step")
         capture.strategy = f"full iteration, pairs of buckets: {len(pairs)}"
-        # Libraries allocate memory and choose kernels at first use, which must not happen in a capture. So warm_up
-        # makes three eager steps on the state, then each shape runs once. `session` undoes them by state.reset before
-        # step 0. dummy_batch fills, with random frames, the very tensors that load_batch later returns for this shape.
-        # All is on one side stream (graph_worth/measuring/torch_settings.py), eager steps, captures and replays.
+        # Three eager steps, then each shape runs once; `session` undoes them by state.reset before step 0. dummy_batch
+        # fills, with random frames, the very tensors that load_batch later returns for this shape.
         capture.warm_up(padded_step)
         with capture.timed("warmup_s"):
             for shape in reversed(pairs):
@@ -249,9 +249,8 @@ class GraphedStep:
 class GraphedNetworks:
     """`graph_networks`: forward and backward graphs of encoder and prediction network, four replays a step.
 
-    In a step autograd runs the joint and the loss only, back to f and g. Their gradients are copied into static buffers
-    that the backward graphs read. A backward graph copies the parameters' gradients to static tensors, which LAMB
-    reads. The next step's replays overwrite outputs and gradients, so each must be read in its own step.
+    In a step autograd runs the joint and the loss only, back to f and g. A backward graph copies the parameters'
+    gradients to static tensors, which LAMB reads.
     """
 
     def __init__(self, state: State, capture: Capture):
@@ -295,8 +294,7 @@ class GraphedNetworks:
             self.encoder.backward(frames, grad_f)
         mark()
         with section("optimizer"):
-            # In the order of state.parameters.
-            state.lamb.step([*self.encoder.gradients, *self.prediction.gradients, *grad_joint])
+            state.lamb.step([*self.encoder.gradients, *self.prediction.gradients, *grad_joint])  # as state.parameters
             state.report.fill(loss, state.lamb.grad_norm)
         state.end_step(index)
 
