@@ -17,16 +17,18 @@ The training loop without graphs, as `eager_step` and the loop at the end of thi
 The `if` is no branch: every step launches the same kernels. If a gradient is not finite, the norm of all gradients is
 not finite either, and found_inf, a GPU number, becomes 1. Then AdamW's kernel stores nothing and the count of steps for
 the bias correction, a GPU number too, does not grow. `loss_scale.update()` chooses by torch.where. Torch's own AdamW
-does so with fused=True, capturable=True, a tensor as lr, and found_inf from GradScaler.
+does so with fused=True, capturable=True, a tensor as lr, and found_inf from GradScaler (docs/capture_it.md#amp).
+On three archived H200 hosts graph_step gained 1.60 to 1.68x at batch 4, where the GPU waits for the host in eager, and
+where eager was unsteady up to 2.79x (stable_diffusion/README.md).
 
 Captured: `training_step`, from `noisy_latents` to `update`, in one graph. The host needs no value from the GPU in it.
 Each replay draws new random numbers, because torch registers its default generator with the graph. The all-reduce is
 captured, too: NCCL connects before (graph_worth/parallel/collectives.py), its buffers never move, and all ranks
-replay in the same order. `graph_networks` captures only the UNet, for comparison. In plain torch:
+replay in the same order. `graph_networks` captures only the UNet, for comparison. Lightning and torch.compile are in
+other_variants.py. In plain torch:
 
     torch.cuda.set_stream(torch.cuda.Stream())   # before all else: captures cannot use the default stream
-    for index in range(3):
-        eager_step(state, index)                 # warm-up: libraries allocate memory and choose kernels
+    for index in range(3): eager_step(state, index)         # warm-up: libraries allocate memory and choose kernels
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         training_step(state)                     # recorded, not run. Other threads, as NCCL's, may call CUDA meanwhile
@@ -56,7 +58,6 @@ Read in time   `end_step` copies the report on the replay's stream, so before th
 Freed          after the loop `session` calls graph.reset(), which gives back the pool, the memory that a graph keeps.
 
     python -m stable_diffusion.train --preset tiny --variant graph_step
-    python -m stable_diffusion.train --preset bench --variant graph_step --steps 20
     torchrun --standalone --nproc-per-node 2 -m stable_diffusion.train --variant graph_step    # data parallel
 """
 
@@ -64,8 +65,7 @@ from graph_worth import Training, parse, variant
 from stable_diffusion.config import FACTS, PRESETS, Config, card, flops_per_sample, require
 
 if __name__ == "__main__":
-    # Before torch is imported: --help, --describe and mistakes are answered at once.
-    args = parse("stable_diffusion", Config, PRESETS, **FACTS)
+    args = parse("stable_diffusion", Config, PRESETS, **FACTS)  # before torch is imported: --help is answered at once
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +82,7 @@ from stable_diffusion.state import State
 # 1. The eager step
 
 
-# @variant registers a way to run the step for the command line and the harness (graph_worth/contract.py,
-# docs/reading_a_script.md). Skip it at first reading.
+# @variant registers the step for command line and harness (docs/reading_a_script.md): skip it at first reading.
 @variant("eager", kind="eager", parity="bitwise", headline=True)
 def eager_step(state: State, index: int):
     """Kernels launched one by one, nothing waits for the GPU."""
@@ -105,9 +104,7 @@ def training_step(state: State):
         grads = state.reduce(grads)  # on several ranks an all-reduce, the mean; on one rank nothing
     mark()
     with section("optimizer"):
-        # On the GPU: overflow check, AdamW, loss scale (common/optimizers). Loss, gradient norm and
-        # overflows go to the report, a tensor at a fixed address, which end_step reads.
-        state.update(loss, grads)
+        state.update(loss, grads)  # overflow check, AdamW, loss scale; fills the report, at a fixed address
 
 
 # ------------------------------------------------------------------------------------------------
@@ -120,14 +117,12 @@ class GraphedStep:
 
     A replay reads the static inputs, the learning rate, weights, optimizer state and loss scale, and the random seed
     and offset, which torch writes before each replay. It writes weights, optimizer state, loss scale and report. All of
-    these lie outside the graph's pool, which holds activations and gradients. The whole process, eager steps too, runs
-    on one side stream (graph_worth/measuring/torch_settings.py), as in the docstring above; only staging has its own.
+    these lie outside the graph's pool, which holds activations and gradients.
     """
 
     def __init__(self, state: State, capture: Capture):
         self.state, pool = state, capture.pool()
-        # Three eager steps, as above. `session` undoes them by state.reset before step 0.
-        capture.warm_up(eager_step)
+        capture.warm_up(eager_step)  # three steps, as above; `session` calls state.reset before step 0
         # pool.capture(fn, static) is the `with torch.cuda.graph(...)` block above: it records fn's launches and returns
         # (graph, fn's result). Each replay checks that the tensors of `static` kept address, shape, strides and dtype.
         # The learning rate is not among them: state fills it in place. capturing() counts seconds and memory.
@@ -153,8 +148,10 @@ class GraphedNetworks:
 
     It is here for comparison: `graph_step` captures the rest, too. Each step copies into buffers of x, t and grad_v,
     the gradient of the UNet's output v. It reads v and the gradients before its end; the next replays overwrite them.
-    In plain torch, with pool = torch.cuda.graph_pool_handle() and the stream as above:
+    In plain torch, after the stream and the warm-up as above:
 
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward, pool=pool, stream=stream):
             v = unet(x, t, context)              # v's autograd graph keeps the activations' memory in the pool ...
         with torch.cuda.graph(backward, pool=pool, stream=stream):
@@ -197,9 +194,6 @@ class GraphedNetworks:
             state.update(loss, grads)  # the last to read the gradients, which the next replay overwrites
         state.end_step(index)
 
-
-# other_variants.py has the rest: eager with torch's kernels, the whole step captured inside
-# Lightning's Trainer, and three with torch.compile.
 
 # ------------------------------------------------------------------------------------------------
 # 4. Build and loop. session builds, makes the variant of --variant (which warms up and captures), calls state.reset,
