@@ -28,11 +28,8 @@ class GraphedByTransformerEngine:
     """NVIDIA's mechanism: make_graphed_callables over Transformer Engine's layers, one slot of two graphs for each.
 
     The wrapped layers are called like layers under autograd. Each call copies its input into the slot, and each
-    backward its gradient. The adapters' gradients come out of the graphs and are added to their buffers eagerly.
-
-    With `_order` Transformer Engine returns functions and leaves the layers' own `forward` as it is (version 2.20.2,
-    transformer_engine/pytorch/graph.py). A step puts them into `stack.calls` and takes them out again, so there is
-    nothing to enter or leave.
+    backward its gradient. The adapters' gradients come out of the graphs and are added to their buffers eagerly. A step
+    puts the functions that it returns (gpt3/other_variants.py) into `stack.calls` and takes them out again.
     """
 
     def __init__(self, state: State, capture):

@@ -19,7 +19,6 @@ are kept or computed again. Autograd would keep many more, too many for one GPU.
 backward by hand, two functions that call kernels on buffers allocated once, all but attention's output: the
 `handwritten` layers (layers/handwritten.py). All 80 fit on one GPU of 80 GB. With modules under autograd see gpt3 for
 graphs of each layer, and examples/minimal for one graph of the step.
-
 Which to choose: in one run (docs/nvidia_rules.md) a step took 276.77 ms by graph_layer and 277.09 ms by graph_step. On
 one GPU take graph_step: it is one graph, so there is no order of replays to keep.
 
@@ -88,7 +87,6 @@ Graphs of Transformer Engine's layers, torch.compile, and graphs without a pool 
 train on windows of their own, or with --cp 2 on parts of each window, or with --tp 2 on parts of each layer.
 
     python -m llama2_lora.train --preset tiny --variant graph_layer
-    python -m llama2_lora.train --preset bench --variant graph_layer --steps 20
     torchrun --standalone --nproc-per-node 2 -m llama2_lora.train --preset tiny --variant graph_layer
 """
 
