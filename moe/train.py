@@ -30,8 +30,7 @@ Captured, a forward and a backward graph for each layer and microbatch (section 
     graph_layer                      all four parts: hidden -> hidden
 or one graph, whose inputs and results are buffers of `State` (read section 4 first, then 3):
     graph_step                       all microbatches with embedding and loss, clipping and Adam (section 4)
-    graph_static                     all microbatches, also with --ep: ranks exchange padded buffers (static_buffers.py,
-                                     which FACTS in config.py lists, so that the command line knows it)
+    graph_static                     all microbatches, also with --ep: ranks exchange padded buffers (static_buffers.py)
 In plain torch, graph_step is:
 
     torch.cuda.set_stream(torch.cuda.Stream())        # before all else: captures cannot use the default stream
@@ -55,11 +54,10 @@ Not captured, and why:
 Copied in      the batch, to state.inputs. With graphs of layers also each layer's hidden (in graph_layer only layer
                0's: the layer before writes the others) and the gradients of its outputs.
 Read in time   end_step keeps losses and gradient norm before the next step overwrites them.
-Reused         in graphs of layers, by later captures: a layer's activations, outputs and grad_hidden. A tensor owns
-               its memory, so no capture gets it while the tensor lives. `pool.borrow` returns a tensor at the same
-               address that owns nothing. That is safe: replays have the order of captures, and in a step the eager
-               rest of the layer (in graph_layer the next layer or the loss) and the backward read outputs and
-               grad_hidden before the next replay that writes there.
+Reused         in graphs of layers, by later captures: a layer's activations, outputs and grad_hidden. No capture gets
+               the memory of a tensor that lives, so `pool.borrow` returns one at the same address that owns nothing.
+               That is safe: replays have the order of captures, and the eager rest of the layer (in graph_layer the
+               next layer or the loss) and the backward read outputs and grad_hidden before a replay writes there.
 Freed          at the end of a run `session` calls reset() of every graph, which gives their pool back.
 
 Which to choose: divide an eager step's time by the time in which it keeps the GPU busy (`make bench`: "at most").
@@ -252,7 +250,7 @@ class GraphedLayers:
 
     A capture freezes addresses, so layers share no graphs: each has its weights and main_grads. Nor do microbatches:
     each has its positions and bounds of packed documents, and all but microbatch 0 add to main_grad (accumulation.adds,
-    which a capture freezes, too). Captures have the order of replays, so microbatches use the same memory in turn.
+    which a capture freezes, too).
     """
 
     def __init__(self, state: State, capture: Capture, captured, rest=None):
@@ -396,8 +394,7 @@ class GraphedStep:
     """A replay reads state.inputs, and writes main_grad, the losses and the weights; all lie outside of the pool."""
 
     def __init__(self, state: State, capture: Capture):
-        # Refuses --ep above 1 by the rule for scope "layer": the step holds the same exchange of rows in its layers.
-        require_capturable(state.exchange.size, "layer")
+        require_capturable(state.exchange.size, "layer")  # refuses --ep above 1: a step holds its layers' exchange
         self.state, pool = state, capture.pool()
         capture.warm_up(eager_step)
         with capture.capturing():
