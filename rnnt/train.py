@@ -13,8 +13,8 @@ The training loop without graphs, as the loop at the end of this file and `eager
         loss_scale.update()                             # on the GPU; from `if` to here: state.lamb.step
         end_step(report)                                # starts a copy to the host, which reads it in a later step
 
-The `if` is no branch: each new value is torch.where(found_inf > 0, old, new). found_inf, on the GPU, is 1 after an
-overflow. GradScaler.step would read it on the host, unless the optimizer is fused (docs/capture_it.md#amp).
+The `if` is no branch: all steps launch the same kernels, as torch.where(found_inf > 0, old, new). found_inf, on a GPU,
+is 1 after an overflow. GradScaler reads it on the host unless the optimizer is fused (docs/capture_it.md#amp).
 
 A graph repeats kernels with the shapes and addresses of its capture, but batches differ in length. So each batch is
 copied into static buffers, which never move, and padded there to buckets, a few lengths for each network: by --buckets
@@ -45,7 +45,7 @@ and the body of the loop is
 Captured by `graph_networks`: encoder and prediction network, each with a forward and a backward graph per bucket, as
 in MLPerf's submission. Joint and loss stay eager there: their shapes depend on both lengths, and 50 buckets a network
 make up to 2,500 pairs. LAMB and loss scale could be captured; the submission left them eager. One network's graphs of
-one bucket, in plain torch, and their part of a step:
+one bucket, in plain torch, after the stream and a warm-up as above, and their part of a step:
 
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
