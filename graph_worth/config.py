@@ -104,7 +104,7 @@ class Timing:
 def parse(model, config_class, presets, variants, argv=None, facts=None) -> Arguments:
     """Parse `argv` (default: the process's own).
 
-    presets: name -> config_class instance. variants: of `contract.scan`. facts: see `describe`. On `--describe` and
+    presets: name -> config_class instance. variants: of `contract.scan`. facts: see describe.py. On `--describe` and
     `--help` it prints and exits with 0. Any mistake is one line on stderr that names what is allowed, and exit status
     2.
     """
@@ -134,48 +134,14 @@ def parse(model, config_class, presets, variants, argv=None, facts=None) -> Argu
     except ValueError as error:
         parser.error(str(error))
     if asked_to_describe:
+        from graph_worth.describe import describe
+
         print(json.dumps(describe(model, presets, variants, facts or {}, {run.preset: config})))
         sys.exit(0)
     if argv is None:
         # The script's imports come next.
         garbage.hold()
     return Arguments(config=config, run=run, model=model, variants=variants)
-
-
-def describe(model: str, presets: dict, variants: dict, facts: dict, changed_presets: dict) -> dict:
-    """Describe a script: its presets, what the decorators of its variants say, and its facts.
-
-    Args:
-        model: The package.
-        presets: Name -> config.
-        variants: Of `graph_worth.contract.scan`.
-        facts: All optional: "builds", name -> {field of the config: value} of builds beside the preset itself;
-            "parity_variables", of the environment; "sweeps", quantity that benchmarks.sweep may vary -> its fields (the
-            first takes the value, others keep their ratio to it); and "presets_need", a function of a preset's name and
-            its config that gives `needs`.
-        changed_presets: Preset -> the config that flags made of it, for its needs.
-    """
-    declared = variants.values()
-    described = {
-        "model": model,
-        "presets": {name: dataclasses.asdict(preset) for name, preset in presets.items()},
-        "variants": {name: variant.help for name, variant in variants.items()},
-        "kinds": {variant.name: variant.kind for variant in declared},
-        "bitwise": [variant.name for variant in declared if variant.parity == "bitwise"],
-        "tolerance": {variant.name: variant.parity for variant in declared if isinstance(variant.parity, float)},
-        "reference": {variant.name: variant.reference for variant in declared if variant.reference != "eager"},
-        "traits": {variant.name: dict(variant.traits) for variant in declared if variant.traits},
-        "headline": [variant.name for variant in declared if variant.headline],
-        "formerly": {variant.formerly: variant.name for variant in declared if variant.formerly},
-        "apart": {variant.name: variant.apart for variant in declared if variant.apart},
-        "variant_builds": {variant.name: list(variant.builds) for variant in declared},
-        **facts,
-        "builds": {"": {}, **(facts.get("builds") or {})},
-    }
-    if "presets_need" in facts:
-        needed = {name: facts["presets_need"](name, config) for name, config in {**presets, **changed_presets}.items()}
-        described["presets_need"] = needed
-    return described
 
 
 def parse_with_fields(parser, config_class, argv=None, presets=None) -> tuple[dict, dict]:
@@ -267,7 +233,7 @@ def end_with_supervisor() -> None:
 
 
 def needs(gpus: bool, multiple_of=1, at_most=None, submitted=None) -> dict:
-    """Return a preset's requirements on machines, for "presets_need" in `describe`.
+    """Return a preset's requirements on machines, for "presets_need" in `graph_worth.describe`.
 
     gpus: whether it runs on GPUs alone. multiple_of, at_most (None: any): the numbers of ranks that it takes.
     submitted: (nodes, GPUs of each node) of the MLPerf submission whose preset it is, None for others.

@@ -303,9 +303,9 @@ def parse(
         files: modules of the package besides train.py that declare variants, without the package's name.
         builds: name -> fields of the config, of builds beside the preset.
         argv: command line; the process's unless given.
-        facts: parity_variables, sweeps, presets_need: see `graph_worth.config.describe`. require: require(args) raises
-            a ValueError where they cannot run on any device; `build` comes later, when the ranks have met. shared:
-            names of modules outside of the package that declare variants, too.
+        facts: parity_variables, sweeps, presets_need: see `graph_worth.describe`. require: require(args) raises a
+            ValueError where they cannot run on any device; `build` comes later, when the ranks have met. shared: names
+            of modules outside of the package that declare variants, too.
 
     A config that has require_ranks(world_size) raises a ValueError there where this process's ranks do not fit.
     """
