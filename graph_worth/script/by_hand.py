@@ -26,7 +26,6 @@ from graph_worth.files import json_line, write_text
 from graph_worth.machine import environment, memory
 from graph_worth.made_variant import MadeVariant
 from graph_worth.measuring import marks, parity, torch_settings
-from graph_worth.measuring.agreement import DEAD_S, GRACE_S, Agreement, RankFault
 from graph_worth.parallel.host_messages import barrier, of_all_ranks
 from graph_worth.script import console
 from graph_worth.script.step_checks import broken_promise, compare_with_eager
@@ -48,7 +47,7 @@ def run(model):
     if rank == 0:
         console.print_head(result)
     end = functools.partial(_end, result, model, rank)
-    with Agreement(rank, model.world_size, end) as ranks:
+    with _agreement_of(model, end) as ranks:
         loop = Loop(model, ranks, result)
         try:
             with contextlib.ExitStack() as settings:
@@ -75,6 +74,21 @@ def run(model):
         ranks.tell(result["status"], result["message"])
         end()
     return result
+
+
+class _Nothing:
+    """Stands in for the agreement of one rank: every method does nothing."""
+
+    def __getattr__(self, name):
+        return lambda *arguments, **named: None
+
+
+def _agreement_of(model, on_fault):
+    if model.world_size == 1:
+        return contextlib.nullcontext(_Nothing())
+    from graph_worth.measuring.agreement import Agreement
+
+    return Agreement(model.rank, model.world_size, on_fault)
 
 
 def _blank(model):
@@ -293,6 +307,10 @@ class Loop:
         self.result.update(status=status or "failed", message=message)
 
     def _fault_of_another(self, error, status):
+        if self.model.world_size == 1:
+            return None
+        from graph_worth.measuring.agreement import DEAD_S, GRACE_S, RankFault
+
         if isinstance(error, RankFault):
             return error
         # A connection to a rank that is gone breaks before it is known which one that is.
