@@ -5,7 +5,6 @@ from functools import cached_property
 
 import torch
 
-from common import megatron
 from common.data import token_files
 from common.history import History
 from common.optimizers.adam import Adam
@@ -240,8 +239,11 @@ def resolve(config: Config, device: torch.device, data_ranks: int = 1) -> tuple[
             config = replace(config, precision="bf16")
         if fault:
             notes.append(f"plain-PyTorch layer in {config.precision}: {fault}")
-    if config.layer == "megatron" and (fault := megatron.fault_of(config.precision)):
-        raise ValueError(f"--layer megatron: {fault}")
+    if config.layer == "megatron":
+        from common import megatron
+
+        if fault := megatron.fault_of(config.precision):
+            raise ValueError(f"--layer megatron: {fault}")
     if config.layer == "te" and device.type == "cpu":
         raise ValueError("--layer te needs a GPU; take --layer torch")
     if config.layer == "torch" and config.precision == "fp8":

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import torch
 
-from common import megatron
 from common.fit import fewer_layers
 from common.memory_plan import GIB, budget_bytes
 from common.precision import nvfp4
@@ -41,6 +40,8 @@ def resolve(config: Config, preset: str, device: torch.device, world_size: int =
         if fault:
             notes.append(f"plain-PyTorch layer in {config.precision}: {fault}")
     if config.layer == "megatron":
+        from common import megatron
+
         if fault := megatron.fault_of(config.precision):
             raise ValueError(f"--layer megatron: {fault}")
         config = replace(config, keep="all")  # nothing is computed again
