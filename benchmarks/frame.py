@@ -601,7 +601,7 @@ def rows(points: DataFrame, archived: DataFrame | None = None) -> DataFrame:
         cycles=("cycles", "sum"),
         most_cycles=("cycles", "max"),
         unchecked=("unchecked", "max"),
-        unchecked_runs=("unchecked", lambda texts: (texts != "").sum()),
+        unchecked_runs=("unchecked", lambda texts: int((texts != "").sum())),
         runs=("run", "size"),
         is_apart=("apart", "any"),
         **{name: (name, "first") for name in OF_ONE_RUN},
@@ -727,7 +727,10 @@ def work(args) -> int:
     results = load(Path(args.root))
     table = faults(args.root) if args.table == "faults" else getattr(results, args.table)
     args.to.parent.mkdir(parents=True, exist_ok=True)
-    (table.to_csv if args.to.suffix == ".csv" else table.to_parquet)(args.to, index=False)
+    try:
+        (table.to_csv if args.to.suffix == ".csv" else table.to_parquet)(args.to, index=False)
+    except ImportError:
+        raise Mistake(f"--to {args.to}: parquet needs pyarrow: ./setup.sh parquet") from None
     print(f"{shown(args.to)}: {counted(len(table), 'line')}")
     for fault in results.faults:
         print(f"left out: {fault}", file=sys.stderr)

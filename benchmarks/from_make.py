@@ -102,7 +102,8 @@ def _is_ending(make: str) -> bool:
 def run(words: list[str]) -> int:
     """Run the program for as long as make lasts, and return its exit status; end as it ends by a signal."""
     make, ends = _find_make(), []
-    if make is None:
+    # A watched script ends by itself, however long it saves a checkpoint after Ctrl-C.
+    if make is None or "benchmarks.watch" in words:
         os.execvp(words[0], words)
 
     def end(*_):

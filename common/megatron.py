@@ -29,9 +29,10 @@ def fault_of(precision: str) -> str | None:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         installed = "none"
-    python = sys.version.split()[0]
-    if sys.version_info < (3, 12) or installed != VERSION:
-        return f"megatron-core {VERSION} and Python 3.12 are needed, {installed} and {python} are here: {INSTALL}"
+    if sys.version_info < (3, 12):
+        return f"megatron-core {VERSION} needs Python 3.12, this is {sys.version.split()[0]}"
+    if installed != VERSION:
+        return f"megatron-core {VERSION} is needed, {installed} is installed: {INSTALL}"
     if not torch.cuda.is_available():
         return "Megatron-Core's layers need a GPU"
     return transformer_engine.te_fault(fp8=precision == "fp8")

@@ -72,7 +72,7 @@ def run(words: list[str], folder: Path, stdout=None, meanwhile: Callable[[], obj
         raise command.Mistake(f"{words[0]}: {error.strerror}") from None
     # The terminal sends Ctrl-C to the script, too.
     signal.signal(signal.SIGINT, lambda *_: None)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: process.send_signal(number))
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -195,21 +195,33 @@ def main(argv=None) -> int:
 
     def work() -> int:
         with tempfile.TemporaryDirectory() as name:
-            folder, shown = Path(name), []
+            folder = Path(name)
+            answer: list[str] = []
+            seen = 0
 
-            def show(status=0):
-                lines = text_of(folder).splitlines()
-                if status > 128 and status - 128 in set(signal.Signals):
-                    lines.insert(0, f"the script was ended by {signal.Signals(status - 128).name}")
-                text = "\n".join(map(printable, lines))
-                if text not in shown:
-                    print(f"\n{text}", file=sys.stderr, flush=True)
-                shown.append(text)
+            def show(lines):
+                print("\n".join(["", *map(printable, lines)]), file=sys.stderr, flush=True)
 
-            status = run(words, folder, sys.__stderr__ if args.json else None, lambda: is_whole(folder) and show())
-            show(status)
+            def look():
+                nonlocal answer, seen
+                if not seen and is_whole(folder):
+                    seen, answer = seen_by(folder)[0], text_of(folder).splitlines()
+                    show(answer)
+
+            status = run(words, folder, sys.__stderr__ if args.json else None, look)
+            number, report = seen_by(folder)
+            lines = []
+            if status > 128 and status - 128 in set(signal.Signals):
+                lines.append(f"the script was ended by {signal.Signals(status - 128).name}")
+            elif status and not report:
+                lines.append(f"the script ended with status {status}")
+            if seen and number > seen:
+                lines.append(f"{number} processes made steps; the answer above is of the first")
+            answer = answer or text_of(folder).splitlines()
+            if lines or not seen:
+                show(lines if seen else lines + answer)
             if args.json:
-                print(json.dumps(as_json(folder, status, shown[-1])))
+                print(json.dumps(as_json(folder, status, "\n".join(map(printable, lines + answer)))))
         return status
 
     return command.exit_status(parser.prog, work, stopped="")

@@ -2,6 +2,7 @@
 
 import os
 import re
+from unittest import mock
 
 import msgspec
 import pandas as pd
@@ -413,8 +414,11 @@ def test_parquet_keeps_types(tmp_path):
     assert points["cycles"].dtype == "Int64" and points["headline"].dtype == "boolean"
 
 
-def test_a_table_of_another_kind_of_file_is_a_mistake(tmp_path, capsys):
+def test_a_table_of_another_kind_of_file_is_a_mistake(tmp_path, capsys, monkeypatch):
     put(tmp_path, 0)
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", mock.Mock(side_effect=ImportError))
+    assert frame.main([str(tmp_path), "--to", str(tmp_path / "points.parquet")]) == 2
+    assert "parquet needs pyarrow: ./setup.sh parquet" in capsys.readouterr().err
     assert frame.main([str(tmp_path), "--to", "points.xls"]) == 2
     assert frame.main([str(tmp_path / "none")]) == 2
     lines = capsys.readouterr().err.splitlines()
