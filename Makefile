@@ -55,7 +55,7 @@ help: ## this list
 # ARGS       ## all of these, test, test-slow, long: further words, as in ARGS="-- --layers 4"
 # PYTHON     ## all: use this interpreter as it is, without any set-up; measure, doctor: the step runs in it, all else in .venv
 
-bench: ## measure MODEL, eager against graphs, in two to seven minutes on a GPU
+bench: ## measure MODEL, eager against graphs, in two to nine minutes on a GPU
 	$(setup) core
 	$(from_make) bench
 

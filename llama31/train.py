@@ -36,6 +36,8 @@ with all communication, in ONE graph. FP8 scales are computed inside the layers,
         graph.replay()                                        # all microbatches: fills main_grad and the losses
         state.update(), state.end_step(index)                 # eager: clip, adam; stores the loss
 
+`graph_step` captures `training_step(state, ...)` in its place, without `state.update()` in the loop.
+
 Not captured, and why:
     the batch's copy    each batch lies at another host address; a graph always reads the same addresses
     zero(main_grad)     one call over all buckets, so there is little to gain

@@ -14,9 +14,9 @@ The training loop without graphs, as the loop at the end of this file and `eager
         all_reduce(main_grad)                                 # with --ep: of all but the experts
         clip(main_grad), adam(main_grad)
 
-main_grad is a buffer that never moves, because a graph holds its address. The backward of our GEMMs writes it directly;
-a hook copies the other gradients there and sets p.grad to None. If you keep plain p.grad, allocate it before the
-capture and zero it in place.
+main_grad is a buffer that never moves, because a graph holds its address. The backward of our GEMMs writes it, or adds
+to it after microbatch 0; for the other gradients a hook does the same, and then sets p.grad to None. If you keep plain
+p.grad, allocate it before the capture and zero it in place.
 
 No token is dropped, and only the GPU knows how many tokens an expert gets. Shapes are fixed all the same: a token makes
 top_k rows, rows are sorted by expert, and torch._grouped_mm reads on the GPU where each expert's rows end. So a graph

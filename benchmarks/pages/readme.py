@@ -340,7 +340,9 @@ def _nvidia(results, page, argument):
         texts = [tables.gain_and_hosts(again, headlines.short(again.gpu)) for again in counted_alike]
         differs = f"{counted(row.ranks, 'GPU')}: {publication.presets[stem(row.preset)]}"
         published_gain = f"[{publication.gain_range}]({publication.source})"
-        ours = "<br>".join([f"{tables.linked(text, row, page)}, `{row.variant}`", *filter(None, texts)])
+        # The folder has no file of an archived host.
+        path = results.root / "overview.md" if row.hosts == row.archived_hosts > 0 else Path(row.path).parent
+        ours = "<br>".join([f"{tables.linked_file(text, path, page)}, `{row.variant}`", *filter(None, texts)])
         lines.append([publication.title, published_gain, ours, differs])
     names = ["Workload", "NVIDIA's gain", "Ours, the same part captured", "What differs"]
     return tables.markdown(names, lines) if lines else NOTHING
