@@ -9,6 +9,7 @@ from benchmarks.pages.markdown import in_markdown
 from graph_worth.harness.files.facts import stem
 from graph_worth.harness.judge import PASS
 from graph_worth.harness.pages.cells import cell, gib, hosts_text, span
+from graph_worth.harness.standing import ASIDE
 
 
 class Scope(NamedTuple):
@@ -89,6 +90,7 @@ def megatron(results: Results, page: Path, argument: str = "") -> str:
             best, eager = of_build.iloc[0], of_build[of_build["variant"] == of_build["base"]].iloc[0]
             named.append(f"`{best['variant']}` takes {best['ms']:.1f} ms, its eager step {eager['ms']:.1f} ms")
         where = f"one {headlines.short(points['gpu'].iloc[0])}"
+        where += ", while eager was unsteady" * (points["standing"] == ASIDE).any()
         return f"In one run on {where}, our {named[0]}. Megatron-Core's {named[1]}."
     lines = []
     for point in points.sort_values(["build", "ms"], ascending=[True, False]).to_dict("records"):

@@ -107,7 +107,7 @@ def test_other_numbers_of_the_six_questions_are_those_of_the_runs(found):
     questions = re.sub(r"\s+", " ", README.partition("## Six questions")[2].partition("\n## ")[0])
     points = frame.timed(found.points)
     (muon,) = points[(points["run"] == MUON_IN_CENSUS) & (points["variant"] == "graph_step")].itertuples()
-    assert f"{muon.base_kernels:.0f} kernels take {muon.kernel_us:.1f} us on average" in questions
+    assert f"| Muon | {muon.base_kernels:.0f} | {muon.kernel_us:.1f} us | {muon.host_us:.0f} us, [" in questions
     gains = {line.words: line.gains[0].text for line in headlines.of(found)}
     assert f"gained {gains['Llama 3.1 8B']} on three archived H200 hosts" in questions
     of_lengths = gains["RNN-T, LibriSpeech's lengths"]

@@ -219,7 +219,7 @@ HOST = "us a kernel for all that the script does in a step: "
         ({}, "step 15 ms: 500 kernels keep the GPU busy for 10 ms of it, 20 us each\nthis host takes 30 us a kernel"),
         (
             {},
-            f"{HOST}expect up to 1.50x from a graph of the whole step\n  half of our graphs on one GPU lay within 12 %",
+            f"{HOST}expect up to 1.50x from a graph of the whole step\n  half of our graphs that gained over 1.1x",
         ),
         ({}, "\n  for it: graph_worth.graphed of your step\n"),
         (
